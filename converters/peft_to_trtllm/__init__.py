@@ -1,0 +1,1 @@
+"""peft_to_trtllm"""
