@@ -1,0 +1,211 @@
+"""What a compiled engine accepts, read from its `config.json` (no engine, no GPU needed).
+
+Source: `cpp/tensorrt_llm/runtime/gptJsonConfig.cpp` and `tensorrt_llm/builder.py` (`EngineConfig`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_lora.errors import ShapeError
+from trtllm_lora.modules import LLAMA_MODULES, MODULES
+
+DTYPES = ("float32", "float16", "bfloat16")
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ENGINE_VERSION = "1.2.1"
+"""Last TensorRT-LLM release line with compiled engines (NGC 26.04-26.07)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """The facts of one engine that decide which adapters fit it."""
+
+    version: str
+    """TensorRT-LLM version that built the engine."""
+    dtype: str
+    """`pretrained_config.dtype`: the dtype `lora_weights` must have."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    num_experts: int
+    tp_size: int
+    pp_size: int
+    quant_algo: str | None
+    lora_plugin: str | None
+    """`plugin_config.lora_plugin`; None means LoRA is off and every LoRA request is answered by the base."""
+    lora_modules: tuple[str, ...]
+    """Enabled modules, TensorRT-LLM names, in the engine's order."""
+    max_lora_rank: int
+    max_batch_size: int
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be a positive whole number, found {value!r}"
+            for name, value in (
+                ("hidden_size", self.hidden_size),
+                ("intermediate_size", self.intermediate_size),
+                ("num_hidden_layers", self.num_layers),
+                ("num_attention_heads", self.num_heads),
+                ("num_key_value_heads", self.num_kv_heads),
+                ("head_size", self.head_size),
+                ("tp_size", self.tp_size),
+                ("pp_size", self.pp_size),
+            )
+            if not isinstance(value, int) or value < 1
+        ]
+        if self.dtype not in DTYPES:
+            problems.append(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
+        unknown = [name for name in self.lora_modules if name not in MODULES]
+        if unknown:
+            problems.append(f"unknown LoRA modules {', '.join(unknown)}; known: {', '.join(MODULES)}")
+        if problems:
+            raise ShapeError("engine config: " + "; ".join(problems))
+
+    @property
+    def lora_enabled(self) -> bool:
+        """Whether the runtime builds a LoRA cache at all (gptJsonConfig.cpp: plugin, modules and rank > 0)."""
+        return self.lora_plugin is not None and bool(self.lora_modules) and self.max_lora_rank > 0
+
+    @classmethod
+    def from_engine_config(cls, path: Path) -> EngineShape:
+        """Read an engine directory, or its `config.json`.
+
+        Raises:
+            ShapeError: missing or unreadable file, missing keys (all named), impossible values.
+        """
+        file = path / "config.json" if path.is_dir() else path
+        config = read_json(file)
+        try:
+            pretrained, build = config["pretrained_config"], config["build_config"]
+            plugin, lora = build["plugin_config"], build.get("lora_config") or {}
+        except (KeyError, TypeError) as error:
+            raise ShapeError(
+                f"{file}: no {error} — an engine's config.json has version, pretrained_config and build_config"
+            ) from None
+        wanted = ("dtype", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        missing = [key for key in wanted if key not in pretrained]
+        if missing:
+            raise ShapeError(f"{file}: pretrained_config lacks {', '.join(missing)}")
+        heads = pretrained["num_attention_heads"]
+        mapping = pretrained.get("mapping") or {}
+        hidden = pretrained["hidden_size"]
+        return cls(
+            version=str(config.get("version", "unknown")),
+            dtype=pretrained["dtype"],
+            vocab_size=pretrained["vocab_size"],
+            hidden_size=hidden,
+            intermediate_size=pretrained.get("intermediate_size") or 4 * hidden,
+            num_layers=pretrained["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=pretrained.get("num_key_value_heads") or heads,
+            head_size=pretrained.get("head_size") or hidden // heads,
+            num_experts=(pretrained.get("moe") or {}).get("num_experts") or 0,
+            tp_size=mapping.get("tp_size", 1),
+            pp_size=mapping.get("pp_size", 1),
+            quant_algo=(pretrained.get("quantization") or {}).get("quant_algo"),
+            lora_plugin=plugin.get("lora_plugin"),
+            lora_modules=tuple(lora.get("lora_target_modules") or ()),
+            max_lora_rank=lora.get("max_lora_rank") or 0,
+            max_batch_size=build.get("max_batch_size") or 1,
+            max_seq_len=build.get("max_seq_len") or 0,
+        )
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        dtype: str,
+        lora_modules: Sequence[str] = LLAMA_MODULES,
+        max_lora_rank: int = 64,
+        max_batch_size: int = 64,
+        max_seq_len: int = 2048,
+    ) -> EngineShape:
+        """The shape an engine of this Hugging Face `config.json` would have (one rank, no quantisation).
+
+        Raises:
+            ShapeError: the config lacks sizes.
+        """
+        keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+        missing = [key for key in keys if not isinstance(config.get(key), int)]
+        if missing:
+            raise ShapeError(f"base config.json lacks {', '.join(missing)}")
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return cls(
+            version=ENGINE_VERSION,
+            dtype=dtype,
+            vocab_size=config["vocab_size"],
+            hidden_size=hidden,
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_size=config.get("head_dim") or hidden // heads,
+            num_experts=config.get("num_local_experts") or 0,
+            tp_size=1,
+            pp_size=1,
+            quant_algo=None,
+            lora_plugin=dtype,
+            lora_modules=tuple(lora_modules),
+            max_lora_rank=max_lora_rank,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+        )
+
+    def to_engine_config(self) -> dict[str, Any]:
+        """The `config.json` of an engine of this shape, with the keys the C++ runtime reads."""
+        return {
+            "version": self.version,
+            "pretrained_config": {
+                "architecture": "LlamaForCausalLM",
+                "dtype": self.dtype,
+                "logits_dtype": "float32",
+                "vocab_size": self.vocab_size,
+                "hidden_size": self.hidden_size,
+                "intermediate_size": self.intermediate_size,
+                "num_hidden_layers": self.num_layers,
+                "num_attention_heads": self.num_heads,
+                "num_key_value_heads": self.num_kv_heads,
+                "head_size": self.head_size,
+                "moe": {"num_experts": self.num_experts},
+                "mapping": {
+                    "world_size": self.tp_size * self.pp_size,
+                    "tp_size": self.tp_size,
+                    "pp_size": self.pp_size,
+                },
+                "quantization": {"quant_algo": self.quant_algo, "kv_cache_quant_algo": None},
+            },
+            "build_config": {
+                "max_batch_size": self.max_batch_size,
+                "max_seq_len": self.max_seq_len,
+                "max_beam_width": 1,
+                "kv_cache_type": "PAGED",
+                "lora_config": {
+                    "lora_dir": [],
+                    "lora_ckpt_source": "hf",
+                    "max_lora_rank": self.max_lora_rank,
+                    "lora_target_modules": list(self.lora_modules),
+                    "trtllm_modules_to_hf_modules": {},
+                },
+                "plugin_config": {"dtype": self.dtype, "lora_plugin": self.lora_plugin},
+            },
+        }
+
+
+def read_json(file: Path) -> Any:
+    """Parse a JSON file; its problems become one-line `ShapeError`s."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ShapeError(f"{file}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ShapeError(f"{file}: not readable as JSON: {error}") from None
