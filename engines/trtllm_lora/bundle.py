@@ -103,15 +103,9 @@ class Bundle:
         Raises:
             BundleError: names every file that differs.
         """
-        wrong = [
-            name
-            for name, entry in self.manifest["files"].items()
-            if _sha256(self.path / name) != entry["sha256"]
-        ]
+        wrong = [name for name, entry in self.manifest["files"].items() if _sha256(self.path / name) != entry["sha256"]]
         if wrong:
-            raise BundleError(
-                f"{self.path}: {', '.join(sorted(wrong))} differ from the manifest's sha256 (rule B7)"
-            )
+            raise BundleError(f"{self.path}: {', '.join(sorted(wrong))} differ from the manifest's sha256 (rule B7)")
 
     def _map(self, name: str) -> Array:
         try:
@@ -236,9 +230,7 @@ def _manifest_problems(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 def _check_arrays(weights: Array, config: IntArray, dtype: str) -> None:
     problems = []
     if weights.ndim != 3 or weights.shape[0] != 1 or weights.dtype != STORAGE[dtype]:
-        problems.append(
-            f"lora_weights must be [1, rows, width] {dtype}, found {weights.shape} {weights.dtype}"
-        )
+        problems.append(f"lora_weights must be [1, rows, width] {dtype}, found {weights.shape} {weights.dtype}")
     if config.ndim != 3 or config.shape[0] != 1 or config.shape[2] not in (3, 4) or config.dtype != np.int32:
         problems.append(f"lora_config must be [1, rows, 3 or 4] int32, found {config.shape} {config.dtype}")
     if not problems and weights.shape[1] != config.shape[1]:
@@ -250,7 +242,7 @@ def _check_arrays(weights: Array, config: IntArray, dtype: str) -> None:
 def _write_array(file: Path, array: Array) -> dict[str, Any]:
     # numpy spells a void type as '|V2' and a little-endian one as '<f2': the headers TensorRT-LLM's tools write
     with file.open("wb") as out:
-        np.lib.format.write_array(out, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
+        np.save(out, np.ascontiguousarray(array), allow_pickle=False)
         out.flush()
         os.fsync(out.fileno())
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}

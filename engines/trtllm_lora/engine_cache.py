@@ -119,9 +119,7 @@ class EngineCache:
         try:
             return device.put(task, self._pages[task])
         except CacheError as error:
-            raise CacheError(
-                f"Couldn't claim pages during copyTask -- {error}", evicted=error.evicted
-            ) from None
+            raise CacheError(f"Couldn't claim pages during copyTask -- {error}", evicted=error.evicted) from None
 
     def drop(self, task: int) -> None:
         """Forget a task and free its pages: a put that failed while loading, or an engine that restarted."""

@@ -73,9 +73,7 @@ def pack(rows: Sequence[Row], dtype: str) -> tuple[Array, IntArray]:
     for row in rows:
         key = (row.module_id, row.layer)
         if key in seen:
-            raise TensorError(
-                f"two rows for module {row.module_id}, layer {row.layer}: the engine would use the last"
-            )
+            raise TensorError(f"two rows for module {row.module_id}, layer {row.layer}: the engine would use the last")
         seen.add(key)
         if row.a_RI.shape[-2] != row.b_OR.shape[-1]:
             raise TensorError(
@@ -83,9 +81,7 @@ def pack(rows: Sequence[Row], dtype: str) -> tuple[Array, IntArray]:
             )
         for part in (row.a_RI, row.b_OR):
             if part.dtype != STORAGE[dtype]:
-                raise TensorError(
-                    f"module {row.module_id}, layer {row.layer}: {part.dtype} given, {dtype} wanted"
-                )
+                raise TensorError(f"module {row.module_id}, layer {row.layer}: {part.dtype} given, {dtype} wanted")
     dora = any(row.magnitude_O is not None for row in rows)
     weights = np.zeros((1, len(rows), max(row.size for row in rows)), dtype=STORAGE[dtype])
     config = np.zeros((1, len(rows), 4 if dora else 3), dtype=np.int32)
@@ -120,9 +116,7 @@ def unpack(weights: Array, config: IntArray, shape: EngineShape) -> list[Row]:
         d_in, d_out = dims(name, shape)
         end_a, end_b = rank * d_in, rank * (d_in + d_out)
         if end_b + (d_out if dora else 0) > flat.shape[1]:
-            raise TensorError(
-                f"row {i}: {name} of rank {rank} needs {end_b} values, the row has {flat.shape[1]}"
-            )
+            raise TensorError(f"row {i}: {name} of rank {rank} needs {end_b} values, the row has {flat.shape[1]}")
         if name.startswith("moe_") and name != "moe_router":
             experts = shape.num_experts
             a = flat[i, :end_a].reshape(experts, rank, d_in // experts)
