@@ -1,0 +1,98 @@
+"""Looking at a running server from outside: does it answer, under which name, who listens, which stubs live."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lora_slots.stack.config import LOOPBACK, Ports
+from lora_slots.stack.ports import listening_inodes, sockets_of
+
+_TIMEOUT_S = 2.0
+_STUB = "triton_python_b"  # the kernel keeps 15 characters of a process's name
+
+
+def is_ready(port: int) -> bool:
+    """Whether the Triton on this HTTP port says that all its models are ready."""
+    return _get(port, "/v2/health/ready")[0] == http.client.OK
+
+
+def server_name(port: int) -> str | None:
+    """The name (`--id`) under which the Triton on this HTTP port goes; None where it is no Triton."""
+    status, body = _get(port, "/v2")
+    if status != http.client.OK:
+        return None
+    try:
+        return str(json.loads(body)["name"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def doors_not_open(pid: int, ports: Ports) -> list[str]:
+    """The doors on which this process does not listen (yet). None where we may not look into the process."""
+    sockets = sockets_of(pid)
+    return [door for door, port in ports.items() if sockets and not sockets & listening_inodes(port)]
+
+
+@dataclass
+class StubWatch:
+    """Finds Python stubs of one server that have died: Triton neither restarts them nor buries them.
+
+    A stub that ends in an orderly unload is a zombie for moments only, so one must stay dead for `grace_s`.
+    """
+
+    server: int
+    grace_s: float = 1.0
+    _instances: dict[int, str] = field(default_factory=dict)
+    _dead_since: dict[int, float] = field(default_factory=dict)
+
+    def dead(self, now: float) -> list[str]:
+        """The model instances whose stub is dead, as Triton calls them (`model_0_0`); `now` in seconds."""
+        zombies = set()
+        for pid, state in _stubs_of(self.server):
+            if state == "Z":
+                zombies.add(pid)
+            elif pid not in self._instances:
+                self._instances[pid] = _instance(pid)
+        self._dead_since = {pid: self._dead_since.get(pid, now) for pid in zombies}
+        late = [pid for pid, since in self._dead_since.items() if now - since >= self.grace_s]
+        return [self._instances.get(pid, f"process {pid}") for pid in late]
+
+
+def _stubs_of(server: int) -> Iterable[tuple[int, str]]:
+    """(process id, state letter) of each stub that is a child of the server."""
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            name, _, rest = (process / "stat").read_text().partition(" (")[2].rpartition(") ")
+        except OSError:
+            continue  # ended since the folder was read
+        state, parent, _ = rest.split(" ", 2)
+        if int(parent) == server and name.startswith(_STUB):
+            yield int(process.name), state
+
+
+def _instance(pid: int) -> str:
+    """The stub's last argument but one is the model instance."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return f"process {pid}"
+    return words[-3].decode("utf-8", "replace") if len(words) > 3 else f"process {pid}"
+
+
+def _get(port: int, path: str) -> tuple[int, bytes]:
+    """(status, body), status 0 where nothing sensible answers. Never kept alive: Triton's exit would wait for it."""
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers={"Connection": "close"})
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
