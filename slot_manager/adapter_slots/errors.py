@@ -1,0 +1,127 @@
+"""Errors of the slot manager, with what the edge needs to answer: a gRPC code name, an HTTP status, retryable or not.
+
+Triton's Python backend can send only a few codes; `grpc_code` names one of them (`pb_utils.TritonError`).
+
+SlotError
+├── UnknownAdapter       NOT_FOUND 404            no adapter of that name; near names given
+├── AdapterRejected      INVALID_ARG 422  the bundle does not fit this engine, or weights came by hand
+├── BadRequest           INVALID_ARG 400     the request contradicts itself
+├── NoRoom               UNAVAILABLE 429   no slot within the deadline, or none could ever be
+├── AdapterFailed        UNAVAILABLE 503          its last move failed; the reason is kept, back-off runs
+├── Draining             UNAVAILABLE 503          nothing new is granted any more
+└── RegistryError        INTERNAL 500  adapters.yaml cannot be read; the last good one stays
+
+TierError                inside the manager       a move failed (store, disk, host memory, engine)
+├── HostFull
+├── EngineUnavailable    the engine cannot be reached or timed out
+├── EngineMiss           the engine does not hold the task id
+├── EngineFull           its LoRA cache has no room (`lost_idle`: every idle adapter is gone)
+├── EngineRefused        a validation error: permanent for this adapter
+└── BundleBroken         the bundle on DISK is not what its manifest says
+
+EventRefused             a programmer's mistake   the machine was told something impossible
+"""
+
+from __future__ import annotations
+
+
+class SlotError(Exception):
+    """Base of what a client can be told. `grpc_code` and `http_status` are the edge's answer."""
+
+    grpc_code = "INTERNAL"
+    http_status = 500
+    retryable = False
+
+    def __init__(self, message: str, *, adapter: str | None = None) -> None:
+        super().__init__(message)
+        self.adapter = adapter
+
+
+class UnknownAdapter(SlotError):
+    """No adapter of that name or task id. Never answered by the base model."""
+
+    grpc_code, http_status = "NOT_FOUND", 404
+
+
+class AdapterRejected(SlotError):
+    """The bundle does not fit this engine."""
+
+    grpc_code, http_status = "INVALID_ARG", 422
+
+
+class BadRequest(SlotError):
+    """The request contradicts itself or uses what this door does not offer."""
+
+    grpc_code, http_status = "INVALID_ARG", 400
+
+
+class LeaseRunning(SlotError):
+    """A request of that id holds a lease: ids must be unique among running requests."""
+
+    grpc_code, http_status = "ALREADY_EXISTS", 409
+
+
+class NoRoom(SlotError):
+    """No slot fell free in time, or the adapter is larger than the engine's cache."""
+
+    grpc_code, http_status, retryable = "UNAVAILABLE", 429, True
+
+
+class AdapterFailed(SlotError):
+    """The adapter's last move failed; the reason is in the text."""
+
+    grpc_code, http_status, retryable = "UNAVAILABLE", 503, True
+
+
+class Draining(SlotError):
+    """The manager is stopping: running leases end, new ones are refused."""
+
+    grpc_code, http_status, retryable = "UNAVAILABLE", 503, True
+
+
+class RegistryError(SlotError):
+    """adapters.yaml is missing or broken."""
+
+    grpc_code, http_status = "INTERNAL", 500
+
+
+class TierError(Exception):
+    """A move between tiers failed. `transient`: the same move may work a moment later."""
+
+    transient = True
+
+
+class HostFull(TierError):
+    """Shared memory has no room for the adapter."""
+
+
+class EngineUnavailable(TierError):
+    """The engine cannot be reached, or did not answer in time."""
+
+
+class EngineMiss(TierError):
+    """`LoRA task N not found in cache`."""
+
+
+class EngineFull(TierError):
+    """The engine's LoRA cache had no room."""
+
+    def __init__(self, message: str, *, lost_idle: bool) -> None:
+        super().__init__(message)
+        self.lost_idle = lost_idle
+
+
+class EngineRefused(TierError):
+    """The engine's validation refused the adapter."""
+
+    transient = False
+
+
+class BundleBroken(TierError):
+    """The bundle on DISK is not what its manifest says."""
+
+    transient = False
+
+
+class EventRefused(Exception):
+    """The machine was told something impossible; nothing was changed."""

@@ -1,0 +1,127 @@
+"""Counts what the machine did: a subscriber to (event, effects). Nothing is counted in the core.
+
+Values are summed here and handed to the sink by `flush`, once a tick: a custom metric of Triton's Python backend costs
+a round trip to the server, which has no place on the path of a request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from adapter_slots.events import (
+    Effect,
+    Event,
+    Evict,
+    Grant,
+    Missed,
+    Promote,
+    PromoteFailed,
+    Reap,
+    Refuse,
+    Tier,
+    Touch,
+    Touched,
+)
+from adapter_slots.machine import SlotMachine
+from adapter_slots.ports import MetricSink
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric family of docs/metrics.md."""
+
+    kind: Literal["counter", "gauge"]
+    labels: tuple[str, ...]
+    help: str
+
+
+FAMILIES: Mapping[str, Family] = {
+    "lora_slots_leases_granted_total": Family(
+        "counter", ("found_in",), "Leases granted, by tier when acquired (SLOT = hit)"
+    ),
+    "lora_slots_leases_refused_total": Family("counter", ("reason",), "Leases refused"),
+    "lora_slots_leases_reaped_total": Family("counter", (), "Leases whose end nobody reported in time"),
+    "lora_slots_wait_seconds_total": Family("counter", (), "Seconds that granted leases had waited"),
+    "lora_slots_promotions_total": Family("counter", ("tier",), "Promotions started, by target tier; SLOT = binds"),
+    "lora_slots_promotions_failed_total": Family("counter", ("tier",), "Promotions that failed"),
+    "lora_slots_evictions_total": Family("counter", ("tier", "reason"), "Copies dropped"),
+    "lora_slots_touches_total": Family("counter", (), "One-token requests that keep an adapter fresh in the engine"),
+    "lora_slots_engine_misses_total": Family("counter", (), "The engine had forgotten an adapter that is in a slot"),
+    "lora_slots_promote_seconds_total": Family("counter", ("tier",), "Seconds spent in promotions"),
+    "lora_slots_adapters": Family("gauge", ("tier",), "Adapters by the highest tier they are in"),
+    "lora_slots_slots": Family("gauge", (), "Slots there are"),
+    "lora_slots_leases": Family("gauge", ("state",), "Leases now: running or waiting"),
+    "lora_slots_pinned": Family("gauge", (), "Pinned adapters"),
+    "lora_slots_cache_pages_free": Family("gauge", (), "Pages the engine's LoRA cache has free, by the mirror"),
+}
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class Metrics:
+    """Sums since the last flush. Call `observe` under the manager's lock, `flush` from its timer."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[Key] = Counter()
+        self._gauges: dict[Key, float] = {}
+
+    def observe(self, event: Event, effects: list[Effect]) -> None:
+        """Count one event and its effects."""
+        match event:
+            case Missed() | Touched(missed=True):
+                self._add("lora_slots_engine_misses_total")
+            case PromoteFailed(tier=tier):
+                self._add("lora_slots_promotions_failed_total", tier=tier.name)
+        for effect in effects:
+            match effect:
+                case Grant(found_in=tier, waited_s=seconds):
+                    self._add("lora_slots_leases_granted_total", found_in=tier.name)
+                    self._add("lora_slots_wait_seconds_total", seconds)
+                case Refuse(reason=reason):
+                    self._add("lora_slots_leases_refused_total", reason=reason.value)
+                case Reap():
+                    self._add("lora_slots_leases_reaped_total")
+                case Promote(tier=tier):
+                    self._add("lora_slots_promotions_total", tier=tier.name)
+                case Evict(tier=tier, reason=reason):
+                    self._add("lora_slots_evictions_total", tier=tier.name, reason=reason.value)
+                case Touch():
+                    self._add("lora_slots_touches_total")
+
+    def promoted(self, tier: Tier, seconds: float) -> None:
+        """A promotion took this long."""
+        self._add("lora_slots_promote_seconds_total", seconds, tier=tier.name)
+
+    def measure(self, machine: SlotMachine) -> None:
+        """Read the gauges off the machine."""
+        tiers = Counter(adapter.tier for adapter in machine.adapters.values())
+        for tier in Tier:
+            self._gauge("lora_slots_adapters", tiers[tier], tier=tier.name)
+        running = sum(lease.granted for lease in machine.leases.values())
+        self._gauge("lora_slots_leases", running, state="running")
+        self._gauge("lora_slots_leases", len(machine.leases) - running, state="waiting")
+        self._gauge("lora_slots_slots", machine.config.num_slots)
+        self._gauge("lora_slots_pinned", sum(adapter.pinned for adapter in machine.adapters.values()))
+        self._gauge("lora_slots_cache_pages_free", machine.mirror.free_pages)
+
+    def take(self) -> tuple[Mapping[Key, float], Mapping[Key, float]]:
+        """(sums since the last call, gauges): hand them to `deliver` outside the lock."""
+        sums, self._sums = self._sums, Counter()
+        return sums, dict(self._gauges)
+
+    def _add(self, name: str, value: float = 1, **labels: str) -> None:
+        self._sums[name, tuple(sorted(labels.items()))] += value  # type: ignore[assignment]
+
+    def _gauge(self, name: str, value: float, **labels: str) -> None:
+        self._gauges[name, tuple(sorted(labels.items()))] = value
+
+
+def deliver(sink: MetricSink, sums: Mapping[Key, float], gauges: Mapping[Key, float]) -> None:
+    """Hand values to a sink."""
+    for (name, labels), value in sums.items():
+        sink.series(name, dict(labels)).increment(value)
+    for (name, labels), value in gauges.items():
+        sink.series(name, dict(labels)).set(value)

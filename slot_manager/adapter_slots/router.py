@@ -1,0 +1,146 @@
+"""What `lora_router` does with a request: adapter name -> lease -> `lora_task_id`, or an operation.
+
+The Triton model translates tensors to and from `Incoming`; every decision is here. A request without an adapter goes
+on untouched. Weights never come from clients: they would push adapters out of the engine behind the machine's back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from adapter_slots.errors import BadRequest, SlotError
+from adapter_slots.events import Grant
+from adapter_slots.manager import Owner, SlotManager
+from adapter_slots.ports import Clock
+
+FIRST_TOKEN_S = 30.0
+"""Added to every lease's deadline: queueing and prefill."""
+ANONYMOUS_MARGIN_S = 2.0
+GUESSED_TOKEN_S = 0.1
+
+Reply = Callable[[Mapping[str, Any]], None]
+Fail = Callable[[SlotError], None]
+
+
+class Incoming(Protocol):
+    """One request of the ensemble, as the Triton model hands it over."""
+
+    request_id: str
+    """The client's id; empty if it gave none."""
+    adapter: str | None
+    task_id: int | None
+    has_weights: bool
+    max_tokens: int
+
+    def forward(self, task_id: int | None, *, report_end: bool) -> None:
+        """Send the request on, under a task id or (None) to the base model."""
+
+    def fail(self, error: SlotError) -> None:
+        """Answer the request with an error."""
+
+
+class Router:
+    """Routes requests through one slot manager. Thread-safe as the manager is."""
+
+    def __init__(self, manager: SlotManager, *, wait_s: float, clock: Clock = time.monotonic) -> None:
+        self._manager = manager
+        self._wait_s = wait_s
+        self._clock = clock
+        self._token_s = GUESSED_TOKEN_S
+        self._granted_at: dict[str, float] = {}
+        self._numbers = itertools.count(1)
+
+    def route(self, incoming: Incoming) -> None:
+        """Grant, wait or refuse; `incoming` is told exactly once. Never blocks."""
+        try:
+            name = self._adapter_of(incoming)
+            if name is None:
+                incoming.forward(None, report_end=False)
+                return
+            lease = incoming.request_id or f"anonymous-{next(self._numbers)}"
+            owner = Owner(lambda grant: self._granted(incoming, grant), incoming.fail)
+            self._manager.acquire(name, lease, owner, wait_s=self._wait_s, hold_s=self._hold_s(incoming))
+        except SlotError as error:
+            incoming.fail(error)
+
+    def operate(self, op: str, arguments: str, reply: Reply, fail: Fail) -> None:
+        """Carry out an operation: status, warm, pin, unpin, evict, end. Answers once, perhaps from another thread."""
+        try:
+            values = _arguments(arguments)
+            match op:
+                case "status":
+                    reply(self._manager.status())
+                case "end":
+                    reply({"ended": self.end(_text(values, "request_id"), int(values.get("tokens", 0)))})
+                case "warm":
+                    self._warm(_text(values, "adapter"), reply, fail)
+                case "pin" | "unpin" | "evict":
+                    adapter = _text(values, "adapter")
+                    getattr(self._manager, op)(adapter)
+                    reply({"op": op, "adapter": adapter})
+                case _:
+                    raise BadRequest(f"no operation {op[:40]!r}; there are status, warm, pin, unpin, evict, end")
+        except SlotError as error:
+            fail(error)
+
+    def end(self, request_id: str, tokens: int) -> bool:
+        """The final response of a request was seen; False if it held no lease (any more)."""
+        granted_at = self._granted_at.pop(request_id, None)
+        if granted_at is not None and tokens > 0:
+            seconds = (self._clock() - granted_at) / tokens
+            self._token_s += 0.2 * (seconds - self._token_s)
+        return self._manager.release(request_id)
+
+    def _adapter_of(self, incoming: Incoming) -> str | None:
+        if incoming.has_weights:
+            raise BadRequest(
+                "lora_weights and lora_config are pushed by the slot manager: publish the adapter in adapters.yaml "
+                "and name it in the input 'adapter'"
+            )
+        if incoming.adapter and incoming.task_id is not None:
+            raise BadRequest("give 'adapter' or 'lora_task_id', not both")
+        if incoming.task_id is not None:
+            return self._manager.name_of_task(incoming.task_id)
+        return incoming.adapter or None
+
+    def _granted(self, incoming: Incoming, grant: Grant) -> None:
+        if incoming.request_id:
+            self._granted_at[incoming.request_id] = self._clock()
+        incoming.forward(grant.task_id, report_end=bool(incoming.request_id))
+
+    def _hold_s(self, incoming: Incoming) -> float:
+        generation_s = incoming.max_tokens * self._token_s
+        if incoming.request_id:
+            return FIRST_TOKEN_S + 4 * generation_s
+        # nobody will report the end: hold about as long as the answer takes
+        return ANONYMOUS_MARGIN_S + 1.5 * generation_s
+
+    def _warm(self, adapter: str, reply: Reply, fail: Fail) -> None:
+        lease = f"warm-{next(self._numbers)}"
+
+        def granted(grant: Grant) -> None:
+            self._manager.release(lease)
+            reply({"op": "warm", "adapter": adapter, "found_in": grant.found_in.name, "waited_s": grant.waited_s})
+
+        self._manager.acquire(adapter, lease, Owner(granted, fail), wait_s=self._wait_s, hold_s=self._wait_s)
+
+
+def _arguments(text: str) -> Mapping[str, Any]:
+    try:
+        values = json.loads(text or "{}")
+    except ValueError as error:
+        raise BadRequest(f"op_args is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise BadRequest("op_args must be a JSON object")
+    return values
+
+
+def _text(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key)
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"op_args needs {key!r}")
+    return value

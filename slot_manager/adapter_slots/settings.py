@@ -1,0 +1,105 @@
+"""Settings of a slot manager as Triton hands them over: the `parameters` of `lora_router/config.pbtxt`.
+
+Every wrong or unknown value is named at once. Seconds unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from adapter_slots.records import MachineConfig
+from trtllm_lora import CacheGeometry, ContractError, EngineShape
+from trtllm_lora.geometry import DEFAULT_HOST_BYTES, DEFAULT_MAX_RANK, DEFAULT_OPTIMAL_RANK
+
+
+class SettingsError(ValueError):
+    """The parameters of `lora_router` cannot be used; the message lists every reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `lora_router` is told. Parameter names are the field names."""
+
+    engine_dir: str
+    """Directory (or config.json) of the engine behind `tensorrt_llm`."""
+    registry: str
+    """`adapters.yaml`."""
+    engine_url: str
+    """gRPC host:port of the Triton that serves `tensorrt_llm`."""
+    num_slots: int = 8
+    """Adapters in the engine's working set at most."""
+    host_bytes: int = 2 * 2**30
+    """Bytes of adapters in shared memory at most."""
+    idle_s: float = 300.0
+    low_watermark: int | None = None
+    min_idle_s: float = 10.0
+    max_wait_s: float = 5.0
+    tick_s: float = 1.0
+    refresh_s: float = 60.0
+    wait_s: float = 30.0
+    """A request waits this long at most for its adapter."""
+    bind_timeout_s: float = 60.0
+    lora_cache_host_memory_bytes: int = DEFAULT_HOST_BYTES
+    """As given to `tensorrt_llm`: the two must agree, or the mirror is wrong."""
+    lora_cache_optimal_adapter_size: int = DEFAULT_OPTIMAL_RANK
+    lora_cache_max_adapter_size: int = DEFAULT_MAX_RANK
+    lora_cache_device_pages: int | None = None
+    """Pages of the device cache where known (the engine's log says); None: the host cache decides."""
+
+    @classmethod
+    def parse(cls, parameters: Mapping[str, str]) -> Settings:
+        """Settings from Triton's string parameters; an empty string means "not given".
+
+        Raises:
+            SettingsError: unknown, missing or unreadable parameters, all of them.
+        """
+        known = {f.name: str(f.type) for f in fields(cls)}
+        given = {key: text for key, text in parameters.items() if text.strip()}
+        problems = [f"{key}: no such parameter" for key in sorted(set(given) - set(known))]
+        values: dict[str, str | int | float] = {}
+        for name, kind in known.items():
+            if name not in given:
+                continue
+            try:
+                values[name] = (
+                    given[name] if kind == "str" else float(given[name]) if "float" in kind else int(given[name])
+                )
+            except ValueError:
+                problems.append(f"{name}: a number is expected, found {given[name]!r}")
+        missing = [name for name in ("engine_dir", "registry", "engine_url") if name not in values]
+        problems += [f"{name}: missing" for name in missing if name not in {p.split(":")[0] for p in problems}]
+        if problems:
+            raise SettingsError("lora_router parameters: " + "; ".join(problems))
+        return cls(**values)  # type: ignore[arg-type]
+
+    def geometry(self) -> CacheGeometry:
+        """Page layout of the engine's LoRA cache. Raises SettingsError."""
+        try:
+            shape = EngineShape.from_engine_config(Path(self.engine_dir))
+            return CacheGeometry.of(
+                shape,
+                optimal_rank=self.lora_cache_optimal_adapter_size,
+                max_rank=self.lora_cache_max_adapter_size,
+            )
+        except ContractError as error:
+            raise SettingsError(f"lora_router: {error}") from None
+
+    def machine(self, geometry: CacheGeometry) -> MachineConfig:
+        """Bounds of the slot machine. Raises SettingsError."""
+        try:
+            pages = geometry.num_pages(self.lora_cache_host_memory_bytes)
+            return MachineConfig(
+                num_slots=self.num_slots,
+                cache_pages=min(pages, self.lora_cache_device_pages or pages),
+                host_bytes=self.host_bytes,
+                idle_s=self.idle_s,
+                low_watermark=self.low_watermark,
+                min_idle_s=self.min_idle_s,
+                max_wait_s=self.max_wait_s,
+                tick_s=self.tick_s,
+                refresh_s=self.refresh_s,
+            )
+        except (ContractError, ValueError) as error:
+            raise SettingsError(f"lora_router: {error}") from None
