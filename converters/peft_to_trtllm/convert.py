@@ -1,0 +1,126 @@
+"""From a plan to numbers: each row computed once, in order, into one reused buffer.
+
+Nothing here knows files or bundles beside the tensors it is given: rows come out as they must stand in lora_weights,
+and problems of the data (values that are not finite, ranges) go into the findings, all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from trtllm_lora.tensors import STORAGE
+
+from peft_to_trtllm.balance import RangeProblem, balance
+from peft_to_trtllm.report import Findings
+from peft_to_trtllm.rounding import Array, Floats, largest, round_to, store
+from peft_to_trtllm.rows import Block, Factors, Plan, Row
+from peft_to_trtllm.tensor_file import Tensor, TensorFile
+
+Magnitude = Callable[[Row], Floats]
+"""Gives the normalised DoRA magnitude [out] of a row, float64."""
+
+
+def convert_rows(
+    plan: Plan, file: TensorFile, dtype: str, problems: Findings, magnitude: Magnitude | None = None
+) -> Iterator[tuple[int, Array]]:
+    """Yield (row number, values [row.size] in the storage type of `dtype`) for every row without a problem.
+
+    The array is reused: it is valid until the next one is asked for. After a problem the rest is still examined, so
+    that every reason is known; the caller must look at `problems` before it believes any row.
+    """
+    buffer = np.zeros(plan.width, STORAGE[dtype])
+    for number, row in enumerate(plan.rows):
+        values = buffer[: row.size]
+        if len(row.blocks) > 1 or row.num_experts > 1:
+            values[:] = 0
+        good = all([_fill(row, block, values, file, dtype, problems) for block in row.blocks])
+        if good and row.magnitude and magnitude:
+            good = _fill_magnitude(magnitude(row), values[-row.d_out :], dtype, row.magnitude, problems)
+        if good:
+            yield number, values
+
+
+def _fill(row: Row, block: Block, values: Array, file: TensorFile, dtype: str, problems: Findings) -> bool:
+    factors = block.factors
+    a, b = load_a(file, block), load_b(file, block)
+    largest_a, largest_b = largest(a, factors.a.dtype, 1), largest(b, factors.b.dtype, 0)
+    finite = _check_finite(largest_a, factors.a, problems) & _check_finite(largest_b, factors.b, problems)
+    if not finite:
+        return False
+    try:
+        k = balance(largest_a, largest_b * abs(factors.scale), dtype)
+    except RangeProblem as problem:
+        advice = "another --dtype (bfloat16 or float32) that the engine also has"
+        problems.add("range", f"{row.path} ({row.module}, layer {row.layer})", str(problem), advice)
+        return False
+    out_a, out_b = _places(row, block, values)
+    if k is None:
+        store(a, factors.a.dtype, 1.0, out_a, dtype)
+        store(b, factors.b.dtype, factors.scale, out_b, dtype)
+    else:
+        store(a, factors.a.dtype, np.ldexp(1.0, k)[:, None], out_a, dtype)
+        store(b, factors.b.dtype, np.ldexp(factors.scale, -k)[None, :], out_b, dtype)
+    return True
+
+
+def _places(row: Row, block: Block, values: Array) -> tuple[Array, Array]:
+    end_a = row.num_experts * row.rank * row.d_in
+    end_b = end_a + row.num_experts * row.d_out * row.rank
+    ranks = slice(block.rank_at, block.rank_at + block.factors.rank)
+    all_a = values[:end_a].reshape(row.num_experts, row.rank, row.d_in)
+    all_b = values[end_a:end_b].reshape(row.num_experts, row.d_out, row.rank)
+    outs = slice(block.out_at, block.out_at + block.num_out)
+    return all_a[block.expert, ranks], all_b[block.expert, outs, ranks]
+
+
+def load_a(file: TensorFile, block: Block) -> Array:
+    """A [r, in] of a block in its storage type."""
+    factors = block.factors
+    a = file.read(factors.a, "A")
+    if factors.num_experts > 1:
+        a = a.reshape(factors.num_experts, factors.rank, -1)[block.source_expert]
+    if factors.a_blocks > 1:
+        a = _block_diagonal(a, factors.a_blocks)
+    if factors.a_repeat > 1:
+        a = np.repeat(a, factors.a_repeat, axis=1)
+    return a
+
+
+def load_b(file: TensorFile, block: Block) -> Array:
+    """B [num_out, r] of a block in its storage type, without the scale."""
+    factors = block.factors
+    b = file.read(factors.b, "B")
+    if factors.num_experts > 1:
+        b = b.reshape(b.shape[0], factors.rank, factors.num_experts)[:, :, block.source_expert]
+    if factors.b_blocks > 1:
+        b = _block_diagonal(b, factors.b_blocks)
+    b = b[block.b_rows]
+    return np.ascontiguousarray(b)
+
+
+def _block_diagonal(stored: Array, blocks: int) -> Array:
+    rows, columns = stored.shape[0] // blocks, stored.shape[1]
+    full = np.zeros((rows * blocks, columns * blocks), stored.dtype)
+    for i in range(blocks):
+        full[i * rows : (i + 1) * rows, i * columns : (i + 1) * columns] = stored[i * rows : (i + 1) * rows]
+    return full
+
+
+def _check_finite(found: Floats, tensor: Tensor, problems: Findings) -> bool:
+    if np.isfinite(found).all():
+        return True
+    what = "NaN" if np.isnan(found).any() else "inf"
+    problems.add("not-finite", tensor.name, f"not finite: the tensor holds {what}", "an adapter whose training did not diverge")
+    return False
+
+
+def _fill_magnitude(values: Floats, out: Array, dtype: str, tensor: Tensor, problems: Findings) -> bool:
+    if not np.isfinite(values).all():
+        problems.add("not-finite", tensor.name, "the normalised DoRA magnitude is not finite", "the weights of the true base")
+        return False
+    out[:] = round_to(values, dtype)
+    return True
+
+
+__all__ = ["Factors", "convert_rows", "load_a", "load_b"]

@@ -1,0 +1,267 @@
+"""From adapted modules to the rows of lora_weights. Pure: names, shapes and the config only.
+
+For each module: its place in the model, its meaning in the base's family, its rank and scale by the config's rules, its
+dimensions against the base; then one block per target module, gathered into rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from peft_to_trtllm.base import Base
+from peft_to_trtllm.dims import SYMBOLS, Dimensions
+from peft_to_trtllm.experts import experts_leaf, place_experts
+from peft_to_trtllm.families import DECODER_PREFIX, NO_MODULE, Leaf, families_with, find_leaf
+from peft_to_trtllm.fields import Settings
+from peft_to_trtllm.keys import PREFIX_WORDS, Place, Refused, parse_path
+from peft_to_trtllm.modules import Adapted
+from peft_to_trtllm.report import Match, Report
+from peft_to_trtllm.rows import Block, Factors, Plan, Row
+from peft_to_trtllm.scale import ScaleRules
+from peft_to_trtllm.stored import stored_factors
+
+MOE_MODULES = frozenset({"moe_h_to_4h", "moe_4h_to_h", "moe_gate"})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One block and the row it belongs to."""
+
+    module: str
+    layer: int
+    d_in: int
+    d_out: int
+    block: Block
+    adapted: Adapted
+
+
+class Planner:
+    """Plans one adapter; every problem goes into the report."""
+
+    def __init__(self, settings: Settings, base: Base | None, report: Report) -> None:
+        self.settings = settings
+        self.base = base
+        self.report = report
+        self.problems = report.problems
+        self.scales = ScaleRules(settings, report.problems)
+        self.dims = Dimensions(base, report.problems)
+
+    def plan(self, modules: list[Adapted]) -> Plan | None:
+        """Rows for all modules, or None with the reasons in the report."""
+        targets = [target for adapted in modules for target in self._targets(adapted)]
+        for field_name, key in self.scales.unused():
+            self.report.warnings.add(
+                "patterns",
+                f"adapter_config.json {field_name}",
+                f"pattern {key!r} matches no module of the file",
+                "PEFT passes over it silently too; check its spelling",
+            )
+        if not targets and not self.problems:
+            self.problems.add("no-tensors", "the file", "not one tensor lands in the model", "an adapter that changes something")
+        rows = self._rows(targets)
+        if self.problems:
+            return None
+        scales = {target.adapted.path: target.block.factors.scale for target in targets}
+        return Plan(tuple(sorted(rows, key=lambda row: (row.layer, row.module_id))), scales)
+
+    def _targets(self, adapted: Adapted) -> list[Target]:
+        place = parse_path(adapted.path)
+        if isinstance(place, Refused):
+            self.problems.add(place.rule, adapted.a.name, place.found, place.wanted)
+            return []
+        if not self._place_fits(place, adapted):
+            return []
+        leaf_path = ".".join(place.leaf)
+        if experts_leaf(leaf_path):
+            return self._expert_targets(adapted, place)
+        leaf, expert = find_leaf(leaf_path, self.base)
+        if leaf is None:
+            self._no_leaf(leaf_path, adapted)
+            return []
+        rule = self.scales.of(adapted.path)
+        factors = stored_factors(adapted, rule.scale, self.settings, self.dims, leaf, place.layer, self.problems)
+        if factors is None or not self._rank_fits(factors, rule.rank, adapted):
+            return []
+        d_in, d_out = factors.a.shape[1] * factors.a_repeat * factors.a_blocks, factors.b.shape[0]
+        targets = self._split(adapted, place, leaf, factors, d_in, d_out, expert)
+        if targets:
+            self._note(adapted, place, factors, leaf.modules)
+        return targets
+
+    def _note(self, adapted: Adapted, place: Place, factors: Factors, modules: tuple[str, ...], remark: str = "") -> None:
+        leaf = ".".join(place.leaf)
+        match = Match(leaf, place.layer, factors.rank, factors.scale, modules, remark)
+        self.report.matches.append(match)
+
+    def _place_fits(self, place: Place, adapted: Adapted) -> bool:
+        layers = self.base.layers if self.base else None
+        if layers is not None and place.layer >= layers:
+            source = self.base.source if self.base else ""
+            self.problems.add(
+                "layer-range",
+                adapted.a.name,
+                f"layer {place.layer} of a base that has {layers} (from {source})",
+                "an adapter trained on this base; give the config.json of the base it was trained on",
+            )
+            return False
+        model_type = self.base.model_type if self.base else ""
+        if all(part in PREFIX_WORDS for part in place.prefix):
+            return True
+        rest = tuple(part for part in place.prefix if part not in PREFIX_WORDS)
+        if (rest == ("decoder",) and model_type in DECODER_PREFIX) or (rest == ("encoder",) and model_type == "chatglm"):
+            return True
+        named = ".".join(place.prefix)
+        what = "part of an encoder-decoder, or of a family whose config.json is needed (--base)"
+        self.problems.add(
+            "unknown-prefix",
+            adapted.a.name,
+            f"the layers stand under {named!r}" + (f": {what}" if rest in (("decoder",), ("encoder",)) else ""),
+            f"a prefix of a language model: any of {', '.join(sorted(PREFIX_WORDS))}",
+        )
+        return False
+
+    def _no_leaf(self, leaf: str, adapted: Adapted) -> None:
+        reason = next((NO_MODULE[part] for part in leaf.split(".") if part in NO_MODULE), None)
+        if reason:
+            wanted = "TensorRT-LLM 1.2 has no LoRA module for it; train without it, or merge the adapter into the base"
+            self.problems.add("no-module", adapted.a.name, f"{leaf!r} is {reason}", wanted)
+            return
+        families = families_with(leaf)
+        kind = f"the base's model_type {self.base.model_type!r}" if self.base else "an unknown base"
+        if families:
+            wanted = f"the base's config.json (--base) with one of the families that define it: {', '.join(families[:12])}"
+            self.problems.add("base-needed", adapted.a.name, f"what the rows of {leaf!r} mean is not defined for {kind}", wanted)
+            return
+        wanted = "a rule for this leaf in families.py: which module it is and, if fused, the order of its rows"
+        self.problems.add("unknown-module", adapted.a.name, f"no rule says what {leaf!r} is in {kind}", wanted)
+
+    def _rank_fits(self, factors: Factors, wanted: int, adapted: Adapted) -> bool:
+        if factors.rank == wanted:
+            return True
+        self.problems.add(
+            "rank",
+            adapted.a.name,
+            f"the tensor has rank {factors.rank} (shape {list(adapted.a.shape)}), adapter_config.json gives {wanted}",
+            "r and rank_pattern as they were in training: the scale is alpha / r, so a wrong r is a wrong scale",
+        )
+        return False
+
+    def _split(
+        self, adapted: Adapted, place: Place, leaf: Leaf, factors: Factors, d_in: int, d_out: int, expert: int | None
+    ) -> list[Target]:
+        pieces = self._pieces(leaf, place.layer, d_out, adapted)
+        targets = []
+        for module, rows, num_out in pieces:
+            symbol_in, symbol_out = SYMBOLS[module]
+            good = self.dims.check(symbol_in, place.layer, d_in, adapted.a.name, f"the input width of {module}")
+            good &= self.dims.check(symbol_out, place.layer, num_out, adapted.b.name, f"the output width of {module}")
+            if good:
+                block = Block(factors, num_out, rows, expert=expert or 0)
+                targets.append(Target(module, place.layer, d_in, num_out, block, adapted))
+        return targets
+
+    def _pieces(
+        self, leaf: Leaf, layer: int, d_out: int, adapted: Adapted
+    ) -> list[tuple[str, slice | np.ndarray, int]]:
+        """(target module, its rows of B, how many) of a leaf."""
+        if not leaf.fused:
+            return [(leaf.modules[0], slice(None), d_out)]
+        if leaf.modules == ("mlp_h_to_4h", "mlp_gate"):
+            sizes: list[int | None] = [d_out // 2, d_out - d_out // 2]
+        else:
+            sizes = [self.dims.known(SYMBOLS[module][1], layer) for module in leaf.modules]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
+            self.problems.add(
+                "base-needed",
+                adapted.b.name,
+                "fused q/k/v rows cannot be cut without the numbers of heads, kv heads and their size",
+                "the base's config.json with num_attention_heads, num_key_value_heads and head_dim (--base)",
+            )
+            return []
+        if sum(known) != d_out:
+            self.problems.add(
+                "shape",
+                adapted.b.name,
+                f"shape mismatch: {d_out} output rows where {' + '.join(leaf.modules)} have {' + '.join(map(str, known))}",
+                "an adapter trained on this base; give the config.json of the base it was trained on",
+            )
+            return []
+        return [
+            (module, rows, size)
+            for module, rows, size in zip(leaf.modules, self._row_sets(leaf, known), known, strict=True)
+        ]
+
+    def _row_sets(self, leaf: Leaf, sizes: list[int]) -> list[slice | np.ndarray]:
+        total = np.arange(sum(sizes))
+        if leaf.order == "stacked":
+            ends = np.cumsum(sizes).tolist()
+            return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        assert self.base is not None and self.base.head_size and self.base.kv_heads
+        if leaf.order == "codegen":
+            cores = total.reshape(4, len(sizes), -1)
+            return [cores[:, i].reshape(-1) for i in range(len(sizes))]
+        heads = total.reshape(self.base.kv_heads, -1, self.base.head_size)
+        return [heads[:, :-2].reshape(-1), heads[:, -2].reshape(-1), heads[:, -1].reshape(-1)]
+
+    def _expert_targets(self, adapted: Adapted, place: Place) -> list[Target]:
+        found = place_experts(adapted, place.layer, self.settings, self.base, self.scales, self.problems)
+        targets = []
+        for module, d_in, block in found:
+            symbol_in, symbol_out = SYMBOLS[module]
+            good = self.dims.check(symbol_in, place.layer, d_in, adapted.a.name, f"the input width of {module}")
+            good &= self.dims.check(symbol_out, place.layer, block.num_out, adapted.b.name, f"the output width of {module}")
+            if good:
+                targets.append(Target(module, place.layer, d_in, block.num_out, block, adapted))
+        if targets:
+            modules = tuple(dict.fromkeys(target.module for target in targets))
+            self._note(adapted, place, targets[0].block.factors, modules, f"{targets[0].block.factors.num_experts} experts")
+        return targets
+
+    def _rows(self, targets: list[Target]) -> list[Row]:
+        groups: dict[tuple[int, str], list[Target]] = {}
+        for target in targets:
+            groups.setdefault((target.layer, target.module), []).append(target)
+        return [row for group in groups.values() if (row := self._row(group))]
+
+    def _row(self, group: list[Target]) -> Row | None:
+        first = group[0]
+        experts = first.module in MOE_MODULES
+        seen: dict[int, Target] = {}
+        for target in group:
+            other = seen.setdefault(target.block.expert, target)
+            if other is not target:
+                self.problems.add(
+                    "two-keys",
+                    target.adapted.a.name,
+                    f"a second pair for {target.module} of layer {target.layer}, beside {other.adapted.a.name}",
+                    "one pair of factors for each place",
+                )
+                return None
+        num_experts = 1
+        if experts:
+            num_experts = self.dims.known("E", first.layer) or 0
+            if max(seen) >= num_experts:
+                self._experts_unknown(group, num_experts)
+                return None
+        return Row(
+            module=first.module,
+            layer=first.layer,
+            rank=max(target.block.factors.rank for target in group),
+            d_in=first.d_in,
+            d_out=first.d_out,
+            blocks=tuple(seen[expert].block for expert in sorted(seen)),
+            path=first.adapted.path,
+            num_experts=num_experts,
+            magnitude=first.adapted.magnitude,
+        )
+
+    def _experts_unknown(self, group: list[Target], num_experts: int) -> None:
+        where = max(group, key=lambda target: target.block.expert)
+        if num_experts:
+            found = f"expert {where.block.expert} of a base that has {num_experts}"
+        else:
+            found = "how many experts the base has is not known"
+        self.problems.add("experts", where.adapted.a.name, found, "the base's config.json with its number of experts (--base)")

@@ -1,0 +1,152 @@
+"""Numbers from one storage type to another: one multiplication, one rounding.
+
+bfloat16 is its bit pattern in uint16, as everywhere in this project. A factor is applied exactly (in float64, or in
+float32 where the product is exact there) and the result is rounded once, to nearest even. For 16-bit sources that is
+a table of 65,536 entries, which is both the exact way and the fast one: numpy converts halves one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from trtllm_lora.tensors import STORAGE
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
+
+_CHUNK = 1 << 16
+"""Elements treated at a time, so that temporaries stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a target type can hold."""
+
+    largest: float
+    smallest_exponent: int
+    """Of a normal number: below, precision is lost bit by bit."""
+
+
+RANGES = {
+    "float16": Range(65504.0, -14),
+    "bfloat16": Range(float.fromhex("0x1.fep127"), -126),
+    "float32": Range(float(np.finfo(np.float32).max), -126),
+}
+
+
+def values_of(stored: Array, dtype: str) -> Floats:
+    """Stored tensor -> float64, exactly. `dtype` is the safetensors name."""
+    if dtype == "BF16":
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if dtype.startswith("F8_"):
+        import ml_dtypes
+
+        kind = ml_dtypes.float8_e4m3fn if dtype == "F8_E4M3" else ml_dtypes.float8_e5m2
+        return stored.view(kind).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is found by `largest`, not here
+        return stored.astype(np.float64)
+
+
+def largest(stored: Array, dtype: str, axis: int) -> Floats:
+    """Largest magnitude along `axis` of a matrix, as float64; infinite or NaN where a value is.
+
+    Floats of one sign order as integers do, so the maxima of the two integer views are those of the positive and of
+    the negative numbers, without a temporary.
+    """
+    if dtype not in ("F64", "F32", "F16", "BF16"):
+        return np.abs(values_of(stored, dtype)).max(axis=axis)
+    bits = 8 * stored.itemsize
+    unsigned, signed = np.dtype(f"u{stored.itemsize}"), np.dtype(f"i{stored.itemsize}")
+    sign = unsigned.type(1 << (bits - 1))
+    positive = np.maximum(_maximum(stored.view(signed), axis), 0).astype(unsigned)
+    negative = _maximum(stored.view(unsigned), axis)
+    negative = np.where(negative & sign, negative ^ sign, unsigned.type(0))
+    return values_of(np.maximum(positive, negative).view(stored.dtype), dtype)
+
+
+def _maximum(matrix: Array, axis: int) -> Array:
+    rows, columns = matrix.shape
+    fold = max(1, 1024 // columns)
+    if axis == 0 and matrix.flags.c_contiguous and fold > 1 and rows % fold == 0:
+        # numpy reduces long rows quickly and short ones slowly
+        return matrix.reshape(rows // fold, fold * columns).max(axis=0).reshape(fold, columns).max(axis=0)
+    return matrix.max(axis=axis)
+
+
+def store(stored: Array, dtype: str, factor: float | Floats, out: Array, target: str) -> None:
+    """out = round(stored * factor), once, to the target type.
+
+    Args:
+        stored: source in its storage type, `dtype` its safetensors name.
+        factor: one number, or an array that broadcasts against `stored`.
+        out: same shape, in the target's storage type (uint16 bits for bfloat16).
+    """
+    if not isinstance(factor, float):
+        out[...] = round_to(values_of(stored, dtype) * factor, target)
+        return
+    if factor == 1.0 and STORAGE[target] == stored.dtype and (target == "bfloat16") == (dtype == "BF16"):
+        np.copyto(out, stored)
+        return
+    flat = np.ascontiguousarray(stored).reshape(-1)
+    if out.flags.c_contiguous:
+        _store_flat(flat, dtype, factor, out.reshape(-1), target)
+    else:
+        packed = np.empty(flat.size, out.dtype)
+        _store_flat(flat, dtype, factor, packed, target)
+        out[...] = packed.reshape(out.shape)
+
+
+def _store_flat(flat: Array, dtype: str, factor: float, out: Array, target: str) -> None:
+    if dtype in ("F16", "BF16") and flat.size >= _CHUNK:
+        table = _table(dtype, factor, target)
+        for at in range(0, flat.size, _CHUNK):
+            part = slice(at, at + _CHUNK)
+            np.take(table, flat[part].view(np.uint16), out=out[part], mode="clip")
+        return
+    exact = dtype == "F32" and math.frexp(factor)[0] in (0.5, -0.5)
+    for at in range(0, flat.size, _CHUNK):
+        part = slice(at, at + _CHUNK)
+        if exact:
+            out[part] = _round_single(flat[part] * np.float32(factor), target)
+        else:
+            out[part] = round_to(values_of(flat[part], dtype) * factor, target)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(dtype: str, factor: float, target: str) -> Array:
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16 if dtype == "F16" else np.uint16)
+    with np.errstate(all="ignore"):  # the table also holds the entries of infinities, which no tensor here has
+        return round_to(values_of(every, dtype) * factor, target)
+
+
+def round_to(values: Floats, target: str) -> Array:
+    """float64 -> target storage type, rounded once to nearest even."""
+    if target == "bfloat16":
+        # Rounding twice could double-round: the first goes to odd, which keeps the information the second needs.
+        single = values.astype(np.float32)
+        wide = single.astype(np.float64)
+        bits = single.view(np.uint32)
+        bits -= np.abs(wide) > np.abs(values)
+        bits |= wide != values
+        return _to_bfloat16(bits)
+    return values.astype(STORAGE[target])
+
+
+def _round_single(values: npt.NDArray[np.float32], target: str) -> Array:
+    if target == "bfloat16":
+        return _to_bfloat16(values.view(np.uint32))
+    return values.astype(STORAGE[target], copy=False)
+
+
+def _to_bfloat16(bits: npt.NDArray[np.uint32]) -> Array:
+    odd = bits >> 16
+    odd &= 1
+    odd += 0x7FFF
+    odd += bits
+    odd >>= 16
+    return odd.astype(np.uint16)
