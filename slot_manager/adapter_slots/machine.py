@@ -220,7 +220,7 @@ class SlotMachine(WorkingSet):
         return True
 
     def _promote_to_slot(self, adapter: Adapter, since: float, now: float) -> None:
-        room = room_in_slots(adapter, self._in_slot.values(), self.mirror, self._by_task, self.config, self.policy)
+        room = room_in_slots(adapter, self._in_slot.values(), self.mirror, self._by_task, self.config, self.policy, now)
         for suspect in room.touch:
             self._touch(suspect)
         if not room.ready:

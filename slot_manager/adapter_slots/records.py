@@ -31,8 +31,8 @@ class MachineConfig:
     tick_s: float = 1.0
     refresh_s: float = 60.0
     """Touch an idle pinned adapter this often, so that the engine keeps it fresh."""
-    finish_margin_s: float = 0.25
-    """How late, at most, an end report is believed to arrive."""
+    report_margin_s: float = 0.25
+    """How late, at most, an end report is believed to arrive here, and a granted request at the engine."""
     max_host_moves: int = 4
     """Promotions to HOST that run at one time."""
     backoff_s: float = 1.0
@@ -80,6 +80,8 @@ class Adapter:
     waiting: dict[str, None] = field(default_factory=dict)
     """Leases that wait, in order of arrival."""
     last_used: float = 0.0
+    leased_since: float = 0.0
+    """When it last went from no running lease to one."""
     done_at: float = 0.0
     """When its last request in the engine ended."""
     touched_at: float = -1.0

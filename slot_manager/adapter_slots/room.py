@@ -43,6 +43,7 @@ def room_in_slots(
     by_task: Mapping[int, Adapter],
     config: MachineConfig,
     policy: Policy,
+    now: float,
 ) -> Room:
     """A slot and `adapter.pages` in the engine's cache, so that the engine drops none but evicted adapters."""
     evict: list[Adapter] = []
@@ -56,7 +57,7 @@ def room_in_slots(
     victims = mirror.victims(0 if adapter.task_id in mirror else adapter.pages)
     if victims is None:
         return Room(ready=False)
-    touch = _suspects(victims, live.values(), by_task, config)
+    touch = _suspects(victims, live.values(), by_task, config, now)
     if touch:
         # nothing leaves its slot before the room is certain
         return Room(ready=False, touch=touch)
@@ -68,22 +69,27 @@ def _pages(adapters: Collection[Adapter]) -> int:
 
 
 def _suspects(
-    victims: tuple[int, ...], live: Collection[Adapter], by_task: Mapping[int, Adapter], config: MachineConfig
+    victims: tuple[int, ...],
+    live: Collection[Adapter],
+    by_task: Mapping[int, Adapter],
+    config: MachineConfig,
+    now: float,
 ) -> tuple[Adapter, ...]:
     """Live adapters whom the engine might drop instead.
 
-    End reports arrive late and may swap places, so one that finished up to `finish_margin_s` after the last
-    victim counts as older than it, unless it was touched since.
+    What we know of the engine is old by `report_margin_s`: end reports arrive late and may swap places, so an
+    adapter that finished that little after the last victim counts as older than it; and a request granted that
+    recently may not have reached the engine yet, which still calls its adapter done. A touch settles both.
     """
     if not victims:
         return ()
     live_tasks = {a.task_id for a in live}
     retired = [by_task[task].done_at for task in victims if task in by_task and task not in live_tasks]
-    horizon = max(retired, default=0.0) + config.finish_margin_s
+    horizon = max(retired, default=0.0) + config.report_margin_s
     return tuple(
         a
         for a in live
         if a.moving is None
-        and not a.leases
+        and (not a.leases or now - a.leased_since < config.report_margin_s)
         and (a.touching or a.task_id in victims or (a.done_at <= horizon and a.touched_at < a.done_at))
     )

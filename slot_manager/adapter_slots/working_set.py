@@ -38,6 +38,8 @@ class WorkingSet:
     def _grant(self, adapter: Adapter, lease: Lease, now: float) -> None:
         lease.granted, lease.until = True, now + lease.hold_s
         heapq.heappush(self._deadlines, (lease.until, lease.id))
+        if not adapter.leases:
+            adapter.leased_since = now
         adapter.leases.add(lease.id)
         adapter.last_used = now
         self.mirror.bump(adapter.task_id)

@@ -1,0 +1,172 @@
+"""Renders the Triton model repository: the templates of `triton_repo/`, filled through Triton's own ModelConfig.
+
+Rules:
+1. A template is a valid config.pbtxt by itself; values are set on the parsed message, never pasted into text, so no
+   placeholder can survive.
+2. `lora_router` gets the inputs of `tensorrt_llm` as inputs and as outputs, and the ensemble the maps between the two:
+   one list of names, in the template of `tensorrt_llm`.
+3. `lora_weights` has the engine's dtype in every model on the path (tensorrtllm_backend#671, #750).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtllm_lora import EngineShape
+
+MODELS = ("preprocessing", "lora_router", "tensorrt_llm", "postprocessing", "ensemble")
+_TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
+_CACHE_PARAMETERS = (
+    "lora_cache_host_memory_bytes",
+    "lora_cache_optimal_adapter_size",
+    "lora_cache_max_adapter_size",
+)
+
+
+class RepositoryError(Exception):
+    """The repository cannot be rendered; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryConfig:
+    """What the model repository is filled with."""
+
+    engine_dir: Path
+    tokenizer_dir: Path
+    registry: Path
+    """`adapters.yaml` of the slot manager."""
+    engine_url: str
+    """gRPC host:port at which `lora_router` reaches `tensorrt_llm`: this same Triton."""
+    max_batch_size: int = 64
+    router: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of `lora_router` (adapter_slots.Settings)."""
+    engine: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of `tensorrt_llm`; the `lora_cache_*` ones are given to `lora_router` too."""
+    with_router: bool = True
+    """False leaves `lora_router` out of the ensemble: the yardstick of the benchmarks."""
+
+
+def render(config: RepositoryConfig, out: Path, templates: Path | None = None) -> Path:
+    """Write the model repository to `out` (replaced if it exists); returns `out`.
+
+    Raises:
+        RepositoryError: a template is broken, or a parameter has no such name.
+        trtllm_lora.ShapeError: the engine's config.json cannot be read.
+    """
+    templates = templates or template_folder()
+    shape = EngineShape.from_engine_config(config.engine_dir)
+    models = {name: _parse(templates / name / "config.pbtxt") for name in MODELS}
+    for model in models.values():
+        model.max_batch_size = config.max_batch_size
+    _set_lora_types(models.values(), shape.dtype)
+    _fill(models, config)
+    _join(models, with_router=config.with_router)
+    if not config.with_router:
+        del models["lora_router"]
+    if out.exists():
+        shutil.rmtree(out)
+    for name, model in models.items():
+        (out / name / "1").mkdir(parents=True)
+        (out / name / "config.pbtxt").write_text(_text(model), encoding="utf-8")
+        source = templates / name / "1" / "model.py"
+        if source.is_file():
+            shutil.copyfile(source, out / name / "1" / "model.py")
+    return out
+
+
+def template_folder() -> Path:
+    """The templates: packed into the wheel, or those of the checkout."""
+    packed = Path(__file__).with_name("_triton_repo")
+    return packed if packed.is_dir() else Path(__file__).parents[2] / "triton_repo"
+
+
+def _parse(file: Path) -> Any:
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    message = model_config_pb2.ModelConfig()
+    try:
+        return text_format.Parse(file.read_text(encoding="utf-8"), message)
+    except OSError as error:
+        raise RepositoryError(f"{file}: {error.strerror}") from None
+    except text_format.ParseError as error:
+        raise RepositoryError(f"{file}: {error}") from None
+
+
+def _text(model: Any) -> str:
+    from google.protobuf import text_format
+
+    return str(text_format.MessageToString(model))
+
+
+def _set_lora_types(models: Any, dtype: str) -> None:
+    from tritonclient.grpc import model_config_pb2
+
+    for model in models:
+        for tensor in model.input:
+            if tensor.name == "lora_weights":
+                tensor.data_type = model_config_pb2.DataType.Value(_TYPES[dtype])
+
+
+def _fill(models: Mapping[str, Any], config: RepositoryConfig) -> None:
+    cache = {key: config.engine[key] for key in _CACHE_PARAMETERS if key in config.engine}
+    text = {"tokenizer_dir": str(config.tokenizer_dir)}
+    values: dict[str, dict[str, str]] = {
+        "preprocessing": text,
+        "postprocessing": text,
+        "tensorrt_llm": {"gpt_model_path": str(config.engine_dir), **text, **config.engine},
+        "lora_router": {
+            "engine_dir": str(config.engine_dir),
+            "registry": str(config.registry),
+            "engine_url": config.engine_url,
+            **cache,
+            **config.router,
+        },
+    }
+    problems = [
+        f"{name} has no parameter {key}"
+        for name, parameters in values.items()
+        for key in parameters
+        if key not in models[name].parameters
+    ]
+    if problems:
+        raise RepositoryError("; ".join(problems))
+    for name, parameters in values.items():
+        for key, value in parameters.items():
+            models[name].parameters[key].string_value = value
+
+
+def _join(models: Mapping[str, Any], *, with_router: bool) -> None:
+    """Give `lora_router` the engine's inputs, and the ensemble the maps of both (rule 2)."""
+    engine, router, ensemble = models["tensorrt_llm"], models["lora_router"], models["ensemble"]
+    for tensor in engine.input:
+        router.input.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, optional=True)
+        router.output.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    pre_step, router_step, engine_step, _ = ensemble.ensemble_scheduling.step
+    offered = {tensor.name for tensor in ensemble.input} | set(pre_step.output_map.values())
+    for tensor in engine.input:
+        name = tensor.name
+        source = router_step.input_map.get(name, "") or next(
+            (candidate for candidate in (f"to_router.{name}", name) if candidate in offered), ""
+        )
+        if not source:
+            continue  # not an input of the ensemble: draft tokens, retention, multimodal
+        if with_router:
+            router_step.input_map[name] = source
+            router_step.output_map[name] = f"to_engine.{name}"
+            engine_step.input_map[name] = f"to_engine.{name}"
+        else:
+            engine_step.input_map[name] = source
+    for tensor in ensemble.output:
+        if tensor.name != "text_output":
+            engine_step.output_map[tensor.name] = tensor.name
+    if not with_router:
+        del ensemble.ensemble_scheduling.step[1]
+        for i, tensor in enumerate(ensemble.input):
+            if tensor.name == "adapter":
+                del ensemble.input[i]
+                break

@@ -1,0 +1,135 @@
+"""What the ensemble's two text steps do: a request's text -> engine inputs, engine outputs -> text.
+
+Tensor names and rules are tensorrtllm_backend's preprocessing and postprocessing; the Triton models translate only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lora_slots.text import IncrementalDecoder, Tokenizer
+
+Arrays = dict[str, npt.NDArray[Any]]
+MAX_STREAMS = 4096
+"""Decoders kept for running request ids; a request whose end was never seen is forgotten after that many others."""
+_TRUE = {"true", "1", "yes", "t"}
+
+
+class PromptEncoder:
+    """preprocessing: QUERY and its options -> ids, lengths, word lists, embedding bias, end and pad ids."""
+
+    def __init__(self, tokenizer: Tokenizer, *, add_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._add_special_tokens = add_special_tokens
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> PromptEncoder:
+        """From the model's parameters `tokenizer_dir` and `add_special_tokens` (default true)."""
+        special = parameters.get("add_special_tokens", "true").strip().lower() in _TRUE
+        return cls(Tokenizer(Path(parameters["tokenizer_dir"])), add_special_tokens=special)
+
+    def encode_request(self, given: Mapping[str, npt.NDArray[Any]]) -> Arrays:
+        """Engine inputs of one request; arrays have the leading batch dimension of 1.
+
+        Raises:
+            ValueError: an empty prompt, more than one prompt, or a bias list of two lengths.
+        """
+        prompt = _texts(given["QUERY"])
+        if len(prompt) != 1:
+            raise ValueError(f"text_input: one prompt per request, found {len(prompt)}")
+        ids = self._tokenizer.encode(prompt[0], add_special_tokens=self._add_special_tokens)
+        if not ids:
+            raise ValueError("text_input is empty: the engine needs at least one token")
+        end_id = _scalar(given.get("END_ID"), self._tokenizer.eos_ids[0])
+        made: Arrays = {
+            "INPUT_ID": np.array([ids], np.int32),
+            "REQUEST_INPUT_LEN": np.array([[len(ids)]], np.int32),
+            "REQUEST_OUTPUT_LEN": given["REQUEST_OUTPUT_LEN"].reshape(1, 1).astype(np.int32),
+            "OUT_END_ID": np.array([[end_id]], np.int32),
+            "OUT_PAD_ID": np.array([[_scalar(given.get("PAD_ID"), end_id)]], np.int32),
+        }
+        for name, source in (("STOP_WORDS_IDS", "STOP_WORDS_DICT"), ("BAD_WORDS_IDS", "BAD_WORDS_DICT")):
+            if source in given:
+                made[name] = self._tokenizer.word_list(_texts(given[source]))[np.newaxis]
+        if "EMBEDDING_BIAS_WORDS" in given:
+            made["EMBEDDING_BIAS"] = self._bias(given)
+        if "DECODER_QUERY" in given:
+            decoder_ids = self._tokenizer.encode(_texts(given["DECODER_QUERY"])[0])
+            made["DECODER_INPUT_ID"] = np.array([decoder_ids], np.int32)
+            made["REQUEST_DECODER_INPUT_LEN"] = np.array([[len(decoder_ids)]], np.int32)
+        if "PROMPT_TABLE_EXTRA_ID" in given:
+            made["OUT_PROMPT_TABLE_EXTRA_IDS"] = given["PROMPT_TABLE_EXTRA_ID"].reshape(1, -1)
+        return made
+
+    def _bias(self, given: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
+        words = _texts(given["EMBEDDING_BIAS_WORDS"])
+        weights = given.get("EMBEDDING_BIAS_WEIGHTS", np.zeros(0, np.float32)).reshape(-1)
+        if len(words) != len(weights):
+            raise ValueError(f"embedding_bias: {len(words)} words, {len(weights)} weights")
+        bias = np.zeros((1, self._tokenizer.vocab_size), np.float32)
+        for word, weight in zip(words, weights, strict=True):
+            for number in self._tokenizer.encode(word, add_special_tokens=False):
+                bias[0, number] += weight
+        return bias
+
+
+class StreamDecoders:
+    """postprocessing: ids -> text. Streams with a request id keep a decoder between their responses."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._streams: OrderedDict[tuple[str, int], tuple[IncrementalDecoder, int]] = OrderedDict()
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> StreamDecoders:
+        """From the model's parameters `tokenizer_dir` and `skip_special_tokens` (default true)."""
+        skip = parameters.get("skip_special_tokens", "true").strip().lower() in _TRUE
+        return cls(Tokenizer(Path(parameters["tokenizer_dir"])), skip_special_tokens=skip)
+
+    def decode(
+        self, request_id: str, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any], *, final: bool
+    ) -> tuple[list[str], int]:
+        """Texts of one response, one per sequence, and how many tokens the request has had so far.
+
+        Args:
+            request_id: empty when the client gave none: the response is then decoded alone, and a character
+                that is split over two responses comes out as U+FFFD.
+            tokens: [1, sequences, n] int32.
+            lengths: [1, sequences] int32, tokens that count.
+            final: the last response of the request.
+        """
+        texts, count = [], 0
+        counts = lengths.reshape(-1)
+        for i, ids in enumerate(tokens.reshape(len(counts), -1)):
+            piece = ids[: max(0, int(counts[i]))].tolist()
+            if not request_id or not self._skip_special_tokens:
+                texts.append(self._tokenizer.decode(piece, skip_special_tokens=self._skip_special_tokens))
+                count += len(piece)
+                continue
+            key = (request_id, i)
+            decoder, before = self._streams.get(key) or (self._tokenizer.incremental_decoder(), 0)
+            texts.append(decoder.push(piece) + (decoder.flush() if final else ""))
+            count += before + len(piece)
+            if final:
+                self._streams.pop(key, None)
+            else:
+                self._streams[key] = (decoder, before + len(piece))
+                self._streams.move_to_end(key)
+        while len(self._streams) > MAX_STREAMS:
+            self._streams.popitem(last=False)
+        return texts, count
+
+
+def _texts(array: npt.NDArray[Any]) -> list[str]:
+    return [item.decode("utf-8", "replace") for item in array.reshape(-1)]
+
+
+def _scalar(array: npt.NDArray[Any] | None, default: int) -> int:
+    return default if array is None else int(array.reshape(-1)[0])

@@ -1,0 +1,1 @@
+"""Worlds and clocks the pure parts are tested in."""

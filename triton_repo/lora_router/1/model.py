@@ -1,0 +1,99 @@
+"""lora_router: Triton's tensors <-> adapter_slots.Router. Translation only; every decision is in adapter_slots."""
+
+import json
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from adapter_slots import open_service
+from adapter_slots.metrics import FAMILIES
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+OWN_INPUTS = ("adapter", "op", "op_args")
+TRUE = np.ones((1, 1), np.bool_)
+
+
+class TritonPythonModel:
+    """One instance per engine (`count: 1`)."""
+
+    def initialize(self, args):
+        """Start the slot manager from this model's parameters."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        self.metrics = TritonMetrics()
+        self.service = open_service({key: value["string_value"] for key, value in parameters.items()}, self.metrics)
+
+    def execute(self, requests):
+        """Hand each request to the router; answers come from its threads."""
+        for request in requests:
+            incoming = TritonRequest(request)
+            if incoming.op is None:
+                self.service.router.route(incoming)
+            else:
+                self.service.router.operate(incoming.op, incoming.op_args, incoming.reply, incoming.fail)
+
+    def finalize(self):
+        """Stop the manager, then release the metrics (a metric alive at teardown crashes the stub)."""
+        self.service.close()
+        self.metrics.close()
+
+
+class TritonRequest:
+    """One Triton request as `adapter_slots.Incoming`."""
+
+    def __init__(self, request):
+        self.sender = request.get_response_sender()
+        self.request_id = request.request_id()
+        self.tensors = {tensor.name(): tensor for tensor in request.inputs()}
+        self.adapter, self.op, self.op_args = (self.take_text(name) for name in OWN_INPUTS)
+        task_id = self.tensors.pop("lora_task_id", None)
+        self.task_id = None if task_id is None else int(task_id.as_numpy().reshape(-1)[0])
+        self.has_weights = "lora_weights" in self.tensors or "lora_config" in self.tensors
+        length = self.tensors.get("request_output_len")
+        self.max_tokens = 0 if length is None else int(length.as_numpy().reshape(-1)[0])
+
+    def take_text(self, name):
+        """Take a STRING input out of the request; None if it is absent."""
+        tensor = self.tensors.pop(name, None)
+        return None if tensor is None else tensor.as_numpy().reshape(-1)[0].decode("utf-8", "replace")
+
+    def forward(self, task_id, *, report_end):
+        """Give every engine input on, plus the task id; absent ones stay absent."""
+        if task_id is not None:
+            self.tensors["lora_task_id"] = pb_utils.Tensor("lora_task_id", np.full((1, 1), task_id, np.uint64))
+        if report_end:
+            self.tensors["return_perf_metrics"] = pb_utils.Tensor("return_perf_metrics", TRUE)
+        self.sender.send(pb_utils.InferenceResponse(list(self.tensors.values())), flags=FINAL)
+
+    def reply(self, result):
+        """Answer an operation."""
+        text = np.array([[json.dumps(result).encode()]], dtype=np.object_)
+        self.sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("op_result", text)]), flags=FINAL)
+
+    def fail(self, error):
+        """Answer with an error: the first and final response, so that no caller waits for more."""
+        code = getattr(pb_utils.TritonError, error.grpc_code)
+        self.sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError(str(error), code)), flags=FINAL)
+
+
+class TritonMetrics:
+    """Triton's custom metrics as `adapter_slots.ports.MetricSink`."""
+
+    KINDS = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}
+
+    def __init__(self):
+        self.families = {
+            name: pb_utils.MetricFamily(name=name, description=family.help, kind=self.KINDS[family.kind])
+            for name, family in FAMILIES.items()
+        }
+        self.made = {}
+
+    def series(self, name, labels):
+        """The series with these labels, made on first use."""
+        key = (name, *sorted(labels.items()))
+        if key not in self.made:
+            self.made[key] = self.families[name].Metric(labels=labels)
+        return self.made[key]
+
+    def close(self):
+        """Release every metric before the stub ends."""
+        self.made.clear()
+        self.families.clear()
