@@ -50,6 +50,11 @@ class Tokenizer:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary give nothing."""
         return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self._inner.get_vocab_size(with_added_tokens=True)
+
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end an answer, the main one first: generation_config.json's, else config.json's."""
@@ -158,7 +163,9 @@ class Tokenizer:
 class IncrementalDecoder:
     """Text of one stream as its ids come in; a character split over tokens is held back until it is whole.
 
-    The results of all `push` calls and of `flush`, joined, equal `Tokenizer.decode` of all ids.
+    The results of all `push` calls and of `flush`, joined, equal `Tokenizer.decode` of all ids. With a tokenizer that
+    is not byte-level this holds as long as the ids spell valid UTF-8: a broken byte late in a run of single bytes
+    changes the characters before it, and what was given is not taken back.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

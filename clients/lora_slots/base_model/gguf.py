@@ -54,7 +54,7 @@ class Gguf:
         self._at = 0
         try:
             self._parse()
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, UnicodeDecodeError, RecursionError) as error:
             raise GgufError(f"GGUF header broken near byte {self._at:,}: {error}") from error
 
     def read(self, name: str) -> NDArray[np.float32]:
@@ -77,9 +77,13 @@ class Gguf:
             key = self._string()
             self.metadata[key] = self._value(self._scalar("I"))
         table = [self._table_entry() for _ in range(num_tensors)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0:
+            raise GgufError(f"general.alignment {alignment!r} is no alignment")
         start = -(-self._at // alignment) * alignment
         self.tensors = {entry[0]: self._tensor(*entry, start) for entry in table}
+        if len(self.tensors) != len(table):
+            raise GgufError("two tensors have one name")
 
     def _table_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
