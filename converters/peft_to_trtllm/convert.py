@@ -14,7 +14,7 @@ from trtllm_lora.tensors import STORAGE
 from peft_to_trtllm.balance import RangeProblem, balance
 from peft_to_trtllm.report import Findings
 from peft_to_trtllm.rounding import Array, Floats, largest, round_to, store
-from peft_to_trtllm.rows import Block, Factors, Plan, Row
+from peft_to_trtllm.rows import Block, Plan, Row
 from peft_to_trtllm.tensor_file import Tensor, TensorFile
 
 Magnitude = Callable[[Row], Floats]
@@ -54,24 +54,25 @@ def _fill(row: Row, block: Block, values: Array, file: TensorFile, dtype: str, p
         advice = "another --dtype (bfloat16 or float32) that the engine also has"
         problems.add("range", f"{row.path} ({row.module}, layer {row.layer})", str(problem), advice)
         return False
-    out_a, out_b = _places(row, block, values)
-    if k is None:
-        store(a, factors.a.dtype, 1.0, out_a, dtype)
-        store(b, factors.b.dtype, factors.scale, out_b, dtype)
+    all_a, all_b = _parts(row, values)
+    ranks = slice(block.rank_at, block.rank_at + factors.rank)
+    up, down = (1.0, factors.scale) if k is None else (np.ldexp(1.0, k)[:, None], np.ldexp(factors.scale, -k)[None, :])
+    store(a, factors.a.dtype, up, all_a[block.expert, ranks], dtype)
+    if isinstance(block.outs, slice):
+        store(b, factors.b.dtype, down, all_b[block.expert, block.outs, ranks], dtype)
     else:
-        store(a, factors.a.dtype, np.ldexp(1.0, k)[:, None], out_a, dtype)
-        store(b, factors.b.dtype, np.ldexp(factors.scale, -k)[None, :], out_b, dtype)
+        scattered = np.empty(b.shape, values.dtype)
+        store(b, factors.b.dtype, down, scattered, dtype)
+        all_b[block.expert, block.outs, ranks] = scattered
     return True
 
 
-def _places(row: Row, block: Block, values: Array) -> tuple[Array, Array]:
+def _parts(row: Row, values: Array) -> tuple[Array, Array]:
+    """Views of a row's A [E, r, in] and B [E, out, r]."""
     end_a = row.num_experts * row.rank * row.d_in
     end_b = end_a + row.num_experts * row.d_out * row.rank
-    ranks = slice(block.rank_at, block.rank_at + block.factors.rank)
     all_a = values[:end_a].reshape(row.num_experts, row.rank, row.d_in)
-    all_b = values[end_a:end_b].reshape(row.num_experts, row.d_out, row.rank)
-    outs = slice(block.out_at, block.out_at + block.num_out)
-    return all_a[block.expert, ranks], all_b[block.expert, outs, ranks]
+    return all_a, values[end_a:end_b].reshape(row.num_experts, row.d_out, row.rank)
 
 
 def load_a(file: TensorFile, block: Block) -> Array:
@@ -88,15 +89,14 @@ def load_a(file: TensorFile, block: Block) -> Array:
 
 
 def load_b(file: TensorFile, block: Block) -> Array:
-    """B [num_out, r] of a block in its storage type, without the scale."""
+    """B [out, r] of a block in its storage type, its rows in the target's order, without the scale."""
     factors = block.factors
     b = file.read(factors.b, "B")
     if factors.num_experts > 1:
         b = b.reshape(b.shape[0], factors.rank, factors.num_experts)[:, :, block.source_expert]
     if factors.b_blocks > 1:
         b = _block_diagonal(b, factors.b_blocks)
-    b = b[block.b_rows]
-    return np.ascontiguousarray(b)
+    return np.ascontiguousarray(b[block.b_rows])
 
 
 def _block_diagonal(stored: Array, blocks: int) -> Array:
@@ -122,5 +122,3 @@ def _fill_magnitude(values: Floats, out: Array, dtype: str, tensor: Tensor, prob
     out[:] = round_to(values, dtype)
     return True
 
-
-__all__ = ["Factors", "convert_rows", "load_a", "load_b"]

@@ -40,8 +40,8 @@ def place_experts(
     base: Base | None,
     scales: ScaleRules,
     problems: Findings,
-) -> list[tuple[str, int, Block]]:
-    """(target module, in, block) of every expert in the pair; empty with the reason in `problems`."""
+) -> list[tuple[str, int, int, Block]]:
+    """(target module, in, out, block) of every expert in the pair; empty with the reason in `problems`."""
     a, b = adapted.a, adapted.b
     if base is None or not base.experts or not base.hidden or not base.expert_inter:
         problems.add(
@@ -79,7 +79,7 @@ def place_experts(
     else:
         parts = [("moe_h_to_4h", slice(0, inter), inter), ("moe_gate", slice(inter, 2 * inter), inter)]
     return [
-        (module, d_in, Block(factors, num_out, rows, source_expert=expert, expert=expert))
+        (module, d_in, num_out, Block(factors, rows, source_expert=expert, expert=expert))
         for module, rows, num_out in parts
         for expert in range(base.experts)
     ]

@@ -158,7 +158,7 @@ class Planner:
             good = self.dims.check(symbol_in, place.layer, d_in, adapted.a.name, f"the input width of {module}")
             good &= self.dims.check(symbol_out, place.layer, num_out, adapted.b.name, f"the output width of {module}")
             if good:
-                block = Block(factors, num_out, rows, expert=expert or 0)
+                block = Block(factors, rows, expert=expert or 0)
                 targets.append(Target(module, place.layer, d_in, num_out, block, adapted))
         return targets
 
@@ -209,12 +209,12 @@ class Planner:
     def _expert_targets(self, adapted: Adapted, place: Place) -> list[Target]:
         found = place_experts(adapted, place.layer, self.settings, self.base, self.scales, self.problems)
         targets = []
-        for module, d_in, block in found:
+        for module, d_in, d_out, block in found:
             symbol_in, symbol_out = SYMBOLS[module]
             good = self.dims.check(symbol_in, place.layer, d_in, adapted.a.name, f"the input width of {module}")
-            good &= self.dims.check(symbol_out, place.layer, block.num_out, adapted.b.name, f"the output width of {module}")
+            good &= self.dims.check(symbol_out, place.layer, d_out, adapted.b.name, f"the output width of {module}")
             if good:
-                targets.append(Target(module, place.layer, d_in, block.num_out, block, adapted))
+                targets.append(Target(module, place.layer, d_in, d_out, block, adapted))
         if targets:
             modules = tuple(dict.fromkeys(target.module for target in targets))
             self._note(adapted, place, targets[0].block.factors, modules, f"{targets[0].block.factors.num_experts} experts")

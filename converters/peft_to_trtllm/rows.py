@@ -42,16 +42,18 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A pair of factors placed in a row: rows `b_rows` of B go to out position `out_at`, rank position `rank_at`."""
+    """A pair of factors placed in a row: rows `b_rows` of B become rows `outs` of the target, at rank `rank_at`.
+
+    One block holds one A, whole: the range of a row is balanced between the A and the B of each block.
+    """
 
     factors: Factors
-    num_out: int
     b_rows: slice | Index = field(default_factory=lambda: slice(None))
+    outs: slice | Index = field(default_factory=lambda: slice(None))
     source_expert: int = 0
     """Which expert of the pair."""
     expert: int = 0
     """Which expert of the row."""
-    out_at: int = 0
     rank_at: int = 0
 
 

@@ -188,7 +188,7 @@ class _Machine:
                 self._step(opcode.name, argument)
         except FileProblem:
             raise
-        except (ValueError, IndexError, TypeError, KeyError, UnicodeError) as error:
+        except (ValueError, IndexError, TypeError, KeyError, AttributeError, OverflowError, struct.error) as error:
             raise _unsafe(f"the pickle is corrupt ({type(error).__name__})") from None
         raise _unsafe("the pickle has no end")
 
@@ -275,7 +275,8 @@ def _call(function: Any, arguments: Any) -> Any:
         raise _unsafe(f"it calls {function.text.replace(' ', '.')}")
     stored, offset, shape, stride = arguments[:4]
     sizes = (offset, *shape, *stride)
-    if not isinstance(stored, _Stored) or not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes):
+    good = isinstance(stored, _Stored) and len(shape) == len(stride) <= 8
+    if not good or not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes):
         raise _unsafe("a tensor in it has an impossible shape")
     return _View(stored, offset, tuple(shape), tuple(stride))
 

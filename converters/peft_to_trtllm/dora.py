@@ -1,0 +1,116 @@
+"""DoRA: the magnitude as the engine wants it.
+
+    W' = m * (W0 + s·B·A) / ‖W0 + s·B·A‖   per output row
+
+The engine multiplies by what it is given and never sees W0: it wants m / ‖W0 + s·B·A‖, already divided. So the base's
+weights are needed once, here. Row norms are taken in float64, a few hundred rows at a time.
+Source: TensorRT-LLM `tensorrt_llm/lora_manager.py` norm_dora_magnitude; PEFT `tuners/lora/dora.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from peft_to_trtllm.base import Base
+from peft_to_trtllm.convert import load_a, load_b
+from peft_to_trtllm.errors import InputError
+from peft_to_trtllm.keys import Place, parse_path
+from peft_to_trtllm.report import Findings
+from peft_to_trtllm.rounding import Floats, values_of
+from peft_to_trtllm.rows import Plan, Row
+from peft_to_trtllm.tensor_file import FileProblem, Tensor, TensorFile, open_safetensors
+
+_TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
+"""Families whose base weights are stored (in, out): Conv1D."""
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_ROWS = 256
+
+
+class BaseWeights:
+    """The linear weights of a base, found by layer and leaf. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path, base: Base | None) -> None:
+        self.path = path
+        self._transposed = base is not None and base.model_type in _TRANSPOSED
+        self._files = _open_all(path)
+        self._tensors: dict[tuple[int, tuple[str, ...]], tuple[TensorFile, Tensor] | None] = {}
+        for file in self._files:
+            for name, tensor in file.tensors.items():
+                place = parse_path(name.removesuffix(".weight")) if name.endswith(".weight") else None
+                if isinstance(place, Place):
+                    key = (place.layer, place.leaf)
+                    self._tensors[key] = None if key in self._tensors else (file, tensor)
+
+    def __enter__(self) -> BaseWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+
+    def check(self, plan: Plan, problems: Findings) -> None:
+        """Whether every DoRA row finds its weight, of its shape."""
+        for row in plan.rows:
+            if row.magnitude:
+                self._check_row(row, row.magnitude, problems)
+
+    def normalised(self, row: Row, file: TensorFile) -> Floats:
+        """m / ‖W0 + s·B·A‖ [out] of a row whose weight `check` has found, float64."""
+        found = self._find(row)
+        assert found and row.magnitude
+        source, tensor = found
+        (block,) = row.blocks
+        weight = source.read(tensor, "W")
+        weight = (weight.T if self._transposed else weight)[block.b_rows]
+        a = values_of(load_a(file, block), block.factors.a.dtype)
+        b = values_of(load_b(file, block), block.factors.b.dtype) * block.factors.scale
+        norms = np.empty(row.d_out)
+        for at in range(0, row.d_out, _ROWS):
+            rows = slice(at, at + _ROWS)
+            norms[rows] = np.linalg.norm(values_of(weight[rows], tensor.dtype) + b[rows] @ a, axis=1)
+        magnitude = values_of(file.read(row.magnitude, "M").reshape(-1), row.magnitude.dtype)[block.b_rows]
+        with np.errstate(divide="ignore", invalid="ignore"):  # a zero row is reported as not finite
+            return np.asarray(magnitude / norms)
+
+    def _find(self, row: Row) -> tuple[TensorFile, Tensor] | None:
+        place = parse_path(row.path)
+        return self._tensors.get((place.layer, place.leaf)) if isinstance(place, Place) else None
+
+    def _check_row(self, row: Row, magnitude: Tensor, problems: Findings) -> None:
+        found = self._find(row)
+        if found is None:
+            problems.add("dora", row.path, f"no single weight of that name in {self.path}", "the weights of the adapter's own base")
+            return
+        (block,) = row.blocks
+        tensor = found[1]
+        total = block.factors.b.shape[0]
+        shape = (total, row.d_in)
+        wanted = shape[::-1] if self._transposed else shape
+        if tensor.shape != wanted or tensor.dtype not in _FLOATS:
+            what = f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} in {self.path}"
+            problems.add("dora", row.path, what, f"a floating-point weight of shape {list(wanted)}: the adapter's own base, not quantised")
+        if magnitude.size != total:
+            problems.add("dora", magnitude.name, f"{magnitude.size} values where the module has {total} rows", "one magnitude per output row")
+
+
+def _open_all(path: Path) -> list[TensorFile]:
+    try:
+        names = [path.name] if path.is_file() else sorted(n for n in os.listdir(path) if n.endswith(".safetensors"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; --base-weights wants the base's directory") from None
+    folder = path.parent if path.is_file() else path
+    if not names:
+        raise InputError(f"{path}: no .safetensors file here; --base-weights wants the base's directory")
+    files: list[TensorFile] = []
+    try:
+        for name in names:
+            files.append(open_safetensors(folder / name))
+    except (FileProblem, OSError) as error:
+        for file in files:
+            file.close()
+        raise InputError(f"{folder / name}: {error}") from None
+    return files
+
