@@ -40,6 +40,6 @@ class Ports:
     grpc: int
     metrics: int
 
-    def items(self) -> tuple[tuple[str, int], ...]:
+    def doors(self) -> tuple[tuple[str, int], ...]:
         """(door, port) for each door."""
         return (("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics))

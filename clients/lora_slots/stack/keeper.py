@@ -36,7 +36,7 @@ KILL_AFTER_S = 5.0  # beyond Triton's own exit timeout
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies, not a temporary file
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_STDIN = 0
+_STDIN, _STDERR = 0, 2
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Keeper:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             with Path(self.order.log).open("wb") as log:
+                os.dup2(log.fileno(), _STDERR)  # should the keeper fail, its last words stand there too
                 server = subprocess.Popen(
                     self.order.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.order.folder,
                     start_new_session=True, preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509 - no threads here

@@ -4,6 +4,9 @@ The Python backend folder is made for each start: `libtriton_python.so` copied (
 the backend folder), the stub of this Python linked (its library path is relative to where it really lies). The stub
 finds this environment through the first `python3` on PATH; PYTHON* variables do not reach it.
 
+Triton starts a stub through a shell, with the paths of backend and model unquoted: with a blank in one it would load
+for ever. So the model repository is linked into the server's own folder, whose path has no such character.
+
 A stub that cannot be executed makes Triton hang in loading, not fail; so it is executed once here, without
 arguments, where it only says what arguments it expects.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -53,13 +57,20 @@ def check_numpy() -> None:
         )
 
 
-def make_backend_folder(home: Path, folder: Path) -> Path:
-    """Lay out `folder`/python for this interpreter and return the stub's path in it. Raises TritonMissing."""
+def make_folder(folder: Path, home: Path, model_repository: Path) -> Path:
+    """Make the server's folder, with backends/ for this interpreter and models/, and return the stub's path in it.
+
+    Raises SetupError for a folder whose path a shell would not leave alone, TritonMissing for a Python without a stub.
+    """
+    if shlex.quote(str(folder)) != str(folder):
+        raise SetupError(f"Triton cannot work below {folder.parent}, a path with a blank or the like: set TMPDIR")
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = home / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
         raise TritonMissing(f"the installed {WHEEL} has no Python stub for Python {version}: run `make setup`")
-    python = folder / "python"
+    folder.mkdir(mode=0o700)
+    (folder / "models").symlink_to(model_repository.resolve())
+    python = folder / "backends" / "python"
     python.mkdir(parents=True)
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
         shutil.copyfile(home / "backends" / "python" / name, python / name)
@@ -98,12 +109,13 @@ def check_stub(stub: Path, environment: dict[str, str]) -> None:
         raise SetupError(f"Triton's Python stub cannot be executed (code {run.returncode}): {run.stderr.strip()}")
 
 
-def command(home: Path, config: StackConfig, ports: Ports, backends: Path, name: str) -> list[str]:
-    """The arguments that start tritonserver as server `name`, its shared memory regions named after it."""
+def command(home: Path, config: StackConfig, ports: Ports, folder: Path) -> list[str]:
+    """The arguments that start tritonserver in its folder; server and shared memory are named as the folder is."""
+    name = folder.name
     argv = [str(home / "bin" / "tritonserver"), f"--id={name}"]
-    argv += [f"--model-repository={config.model_repository.resolve()}", f"--backend-directory={backends}"]
+    argv += [f"--model-repository={folder / 'models'}", f"--backend-directory={folder / 'backends'}"]
     argv += [f"--cache-directory={home / 'caches'}"]
-    for door, port in ports.items():
+    for door, port in ports.doors():
         argv += [f"--{door}-address={LOOPBACK}", f"--{door}-port={port}"]
     argv += [f"--exit-timeout-secs={config.exit_timeout_s}"]
     argv += [f"--backend-config=python,shm-region-prefix-name={name}-"]

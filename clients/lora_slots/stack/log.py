@@ -21,6 +21,7 @@ _NOISE = (
     'server.cc:345] "Timeout',
     'server.cc:321] "Timeout',
 )
+_USAGE = "Usage: tritonserver"
 _UNWANTED_TABLES = ("| Option", "| Backend", "| Repository Agent")
 _EMPTY_HEADINGS = re.compile(r"I\d{4} \S+ \d+ (server|tritonserver)\.cc:\d+\] $")
 _FAILED = re.compile(r"failed to load '([^']+)'|Poll failed for model directory '([^']+)'")
@@ -42,7 +43,7 @@ def tail(text: str, lines: int = TAIL_LINES) -> str:
     """The last lines that tell something, Python tracebacks written out."""
     kept: list[str] = []
     table = wanted = False
-    for line in text.splitlines():
+    for line in text.partition(_USAGE)[0].splitlines():  # all options follow a wrong one
         if line.startswith("+--") and not table:
             table, rule = True, line
             continue

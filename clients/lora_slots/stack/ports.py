@@ -62,8 +62,8 @@ def listening_inodes(port: int) -> set[str]:
     return inodes
 
 
-def sockets_of(pid: int) -> set[str]:
-    """The inodes of a process's open sockets; empty where it is gone or may not be looked into."""
+def sockets_of(pid: int) -> set[str] | None:
+    """The inodes of a process's open sockets; None where it is gone or may not be looked into."""
     inodes = set()
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -74,14 +74,14 @@ def sockets_of(pid: int) -> set[str]:
             if target.startswith("socket:["):
                 inodes.add(target[len("socket:[") : -1])
     except OSError:
-        return set()
+        return None
     return inodes
 
 
 def _holder(port: int) -> str:
     inodes = listening_inodes(port)
     for process in Path("/proc").iterdir():
-        if process.name.isdigit() and inodes & sockets_of(int(process.name)):
+        if process.name.isdigit() and inodes & (sockets_of(int(process.name)) or set()):
             try:
                 return f"process {process.name} ({(process / 'comm').read_text().strip()})"
             except OSError:

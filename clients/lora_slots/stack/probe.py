@@ -12,7 +12,6 @@ from lora_slots.stack.config import LOOPBACK, Ports
 from lora_slots.stack.ports import listening_inodes, sockets_of
 
 _TIMEOUT_S = 2.0
-_STUB = "triton_python_b"  # the kernel keeps 15 characters of a process's name
 
 
 def is_ready(port: int) -> bool:
@@ -34,14 +33,15 @@ def server_name(port: int) -> str | None:
 def doors_not_open(pid: int, ports: Ports) -> list[str]:
     """The doors on which this process does not listen (yet). None where we may not look into the process."""
     sockets = sockets_of(pid)
-    return [door for door, port in ports.items() if sockets and not sockets & listening_inodes(port)]
+    return [door for door, port in ports.doors() if sockets is not None and not sockets & listening_inodes(port)]
 
 
 @dataclass
 class StubWatch:
     """Finds Python stubs of one server that have died: Triton neither restarts them nor buries them.
 
-    A stub that ends in an orderly unload is a zombie for moments only, so one must stay dead for `grace_s`.
+    One that could not even be executed is found too: Triton would wait for it for ever while loading. A stub that ends
+    in an orderly unload is a zombie for moments only, so one must stay dead for `grace_s`.
     """
 
     server: int
@@ -52,7 +52,7 @@ class StubWatch:
     def dead(self, now: float) -> list[str]:
         """The model instances whose stub is dead, as Triton calls them (`model_0_0`); `now` in seconds."""
         zombies = set()
-        for pid, state in _stubs_of(self.server):
+        for pid, state in _children(self.server):
             if state == "Z":
                 zombies.add(pid)
             elif pid not in self._instances:
@@ -62,27 +62,27 @@ class StubWatch:
         return [self._instances.get(pid, f"process {pid}") for pid in late]
 
 
-def _stubs_of(server: int) -> Iterable[tuple[int, str]]:
-    """(process id, state letter) of each stub that is a child of the server."""
+def _children(server: int) -> Iterable[tuple[int, str]]:
+    """(process id, state letter) of each child of the server: its stubs, or the shells that become stubs."""
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
         try:
-            name, _, rest = (process / "stat").read_text().partition(" (")[2].rpartition(") ")
+            stat = (process / "stat").read_text()
         except OSError:
             continue  # ended since the folder was read
-        state, parent, _ = rest.split(" ", 2)
-        if int(parent) == server and name.startswith(_STUB):
+        state, parent, _ = stat.rpartition(") ")[2].split(" ", 2)
+        if int(parent) == server:
             yield int(process.name), state
 
 
 def _instance(pid: int) -> str:
     """The stub's last argument but one is the model instance."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split()
     except OSError:
         return f"process {pid}"
-    return words[-3].decode("utf-8", "replace") if len(words) > 3 else f"process {pid}"
+    return words[-2].decode("utf-8", "replace") if len(words) > 3 else f"process {pid}"
 
 
 def _get(port: int, path: str) -> tuple[int, bytes]:

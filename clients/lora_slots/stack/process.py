@@ -25,7 +25,8 @@ class KeptProcess:
         self._patience_s = order.exit_timeout_s + keeper.KILL_AFTER_S + _KILL_WAIT_S
         self._keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", keeper.__file__, json.dumps(asdict(order))],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            start_new_session=True,
         )  # fmt: skip
         said = self._hear()
         self.pid = int(str(said.get("pid", 0)))
@@ -41,21 +42,23 @@ class KeptProcess:
         return True
 
     def stop(self) -> None:
-        """Stop the server and wait until nothing of it is left. An interrupt while waiting kills it at once."""
+        """Stop the server in order, and wait until nothing of it is left."""
         self._tell(b"s")
         try:
             self._keeper.wait(self._patience_s)
-        except BaseException as error:
-            self._tell(b"k")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._keeper.wait(_KILL_WAIT_S)
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-        finally:
-            if self._keeper.poll() is None:
-                self._keeper.kill()  # the kernel then kills the server
-                self._keeper.wait()
-            self._read_last_words()
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._read_last_words()
+
+    def kill(self) -> None:
+        """Have the server killed at once, and wait until nothing of it is left."""
+        self._tell(b"k")
+        try:
+            self._keeper.wait(_KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()  # the kernel then kills the server
+            self._keeper.wait()
+        self._read_last_words()
 
     def _read_last_words(self) -> None:
         assert self._keeper.stdout is not None and self._keeper.stdin is not None  # noqa: S101 - both are pipes

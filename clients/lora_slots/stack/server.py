@@ -134,6 +134,10 @@ class TritonServer:
         try:
             if self._process is not None:
                 self._process.stop()
+        except BaseException:
+            if self._process is not None:
+                self._process.kill()
+            raise
         finally:
             remove_shared_memory(self._name)  # the keeper did, unless it was killed
             shutil.rmtree(self._folder(), ignore_errors=True)
@@ -154,11 +158,10 @@ class TritonServer:
         atexit.register(self.stop)
         try:
             folder = self._folder()
-            folder.mkdir(mode=0o700)
-            launch.check_stub(launch.make_backend_folder(home, folder / "backends"), environment)
+            launch.check_stub(launch.make_folder(folder, home, config.model_repository), environment)
             self._log_path().parent.mkdir(parents=True, exist_ok=True)
             order = Order(
-                argv=launch.command(home, config, self._ports, folder / "backends", self._name),
+                argv=launch.command(home, config, self._ports, folder),
                 log=str(self._log_path()), folder=str(folder), shm_prefix=self._name,
                 exit_timeout_s=config.exit_timeout_s, parent=os.getpid(),
             )  # fmt: skip
@@ -185,9 +188,10 @@ class TritonServer:
         while closed := probe.doors_not_open(pid, ports):
             self._check_start()
             if time.monotonic() > deadline:
-                port = dict(ports.items())[closed[0]]
+                port = dict(ports.doors())[closed[0]]
                 raise PortTaken(closed[0], port, "Triton does not listen on it", log_tail=self.log_tail())
             time.sleep(POLL_S)
+        self._check_start()
 
     def _check_start(self) -> None:
         """As `poll`, saying more exactly what made a start fail."""
@@ -199,7 +203,7 @@ class TritonServer:
             text = log.read(self._log_path())
             port, models = log.port_in_use(text), log.failed_models(text)
             if port is not None:
-                door = next((door for door, number in self.ports.items() if number == port), "http")
+                door = next((door for door, number in self.ports.doors() if number == port), "http")
                 raise PortTaken(door, port, "it was taken while Triton started", log_tail=error.log_tail) from None
             if models:
                 raise ModelsFailed(models, log_tail=error.log_tail) from None
