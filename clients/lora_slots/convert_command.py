@@ -1,0 +1,208 @@
+"""`lora-slots convert`: a PEFT adapter becomes a bundle, or a report of every reason why not.
+
+Exit status: 0 converted (or found convertible), 2 refused, 1 a wrong argument, path or disk. Reports go to stderr, one
+line of summary (or JSON) to stdout.
+
+The options are argparse's and the application only delegates: importing typer (and with it pydantic) takes longer than
+converting a usual adapter. `cli.main` comes here before it imports them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import typer
+    from peft_to_trtllm.job import Job, Request
+    from trtllm_lora import Bundle
+
+_REFUSED, _WRONG_INPUT, _INTERRUPTED, _TERMINATED = 2, 1, 130, 143
+_LONG_WORK_BYTES = 200 << 20
+"""Output from which a progress bar is worth its import."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """A wrong usage exits 1: 2 means that an adapter was refused."""
+        self.print_usage(sys.stderr)
+        self.exit(_WRONG_INPUT, f"{self.prog}: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    options = _Parser(
+        prog="lora-slots convert",
+        description="Convert a PEFT LoRA adapter to a bundle for a TensorRT-LLM engine, or say every reason why not.",
+        epilog="Exit status: 0 converted, 2 refused, 1 a wrong argument, path or disk.",
+        allow_abbrev=False,
+    )
+    add = options.add_argument
+    add("adapter", metavar="ADAPTER", help="PEFT adapter directory, or s3://bucket/path")
+    add("--base", type=Path, metavar="PATH", help="the base model's config.json, or its directory")
+    add("--engine", type=Path, metavar="PATH", help="engine directory, or its config.json: check against it")
+    add("--out", type=Path, metavar="DIR", help="where the bundle is written, under its digest")
+    add(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="type of the weights; default: the engine's, else the base's",
+    )
+    add("--name", help="name of the adapter; default: its directory's")
+    add("--base-weights", type=Path, metavar="DIR", help="the base's .safetensors, which DoRA needs")
+    add(
+        "--fused",
+        action="append",
+        default=[],
+        choices=("attn_qkv", "mlp_gate_up"),
+        help="write this fused id instead of the separate ones; may be given twice",
+    )
+    add("--tp", type=int, metavar="N", help="ranks to deal fused rows out for; default: the engine's")
+    add("--check", action="store_true", help="judge only, write nothing")
+    add("--explain", action="store_true", help="print which module becomes which row; writes only with --out")
+    add("--verify", type=Path, metavar="DIR", help="base model: compare with PEFT on it (needs torch and peft)")
+    add("--json", action="store_true", help="print the report as JSON on stdout")
+    return options
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application, which hands its arguments over as they are."""
+    import typer
+
+    def convert(context: typer.Context) -> None:
+        """Convert a PEFT LoRA adapter to a bundle, or say every reason why not."""
+        raise typer.Exit(main(context.args))
+
+    # the Context must be found by typer although annotations are text here
+    convert.__annotations__["context"] = typer.Context
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command("convert", add_help_option=False, context_settings=settings)(convert)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command on its arguments and return the exit status."""
+    options = parser().parse_args(arguments)
+    from peft_to_trtllm.errors import InputError
+    from peft_to_trtllm.job import Request
+
+    writes = not options.check and (options.out is not None or not options.explain)
+    if writes and options.out is None:
+        return _failed("--out is missing: where shall the bundle go? (--check and --explain write nothing)")
+    if options.verify and not writes:
+        return _failed("--verify compares a bundle that was written: give --out, without --check")
+    request = Request(
+        options.adapter,
+        options.base,
+        options.engine,
+        options.dtype,
+        options.name,
+        options.base_weights,
+        tuple(dict.fromkeys(options.fused)),
+        options.tp,
+    )
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return _run(request, options.out if writes else None, options)
+    except InputError as error:
+        return _failed(str(error))
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing was left behind\n")
+        return _INTERRUPTED
+    except MemoryError:
+        return _failed("out of memory")
+
+
+def _run(request: Request, out: Path | None, options: argparse.Namespace) -> int:
+    from peft_to_trtllm.api import convert_job
+    from peft_to_trtllm.errors import AdapterRefused
+    from peft_to_trtllm.job import Job
+
+    with Job(request) as job:
+        bundle = None
+        try:
+            with _Progress(job) as progress:
+                if out is not None:
+                    bundle = convert_job(job, out, progress)
+                elif job.plan:
+                    for _ in job.rows(progress):
+                        pass
+        except AdapterRefused:
+            pass  # the report below says why
+        report = job.report
+        if not report.ok or report.warnings:
+            sys.stderr.write(report.text() + "\n")
+        if options.explain and report.matches and not options.json:
+            sys.stdout.write(report.table() + "\n")
+        if options.json:
+            sys.stdout.write(_json(job, bundle) + "\n")
+        elif report.ok:
+            sys.stdout.write(_summary(job, bundle) + "\n")
+        if not report.ok:
+            return _REFUSED
+        return _verify(job, bundle, options.verify) if options.verify and bundle else 0
+
+
+def _summary(job: Job, bundle: Bundle | None) -> str:
+    assert job.plan
+    ranks = sorted({row.rank for row in job.plan.rows})
+    span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+    what = f"{len(job.plan.rows)} rows, rank {span}, {job.dtype}"
+    if bundle is None:
+        return f"{job.request.adapter}: can be converted: {what}"
+    return f"{bundle.adapter}: {what}, {bundle.num_bytes / 1e6:.1f} MB -> {bundle.path} (task id {bundle.task_id})"
+
+
+def _json(job: Job, bundle: Bundle | None) -> str:
+    content = json.loads(job.report.to_json())
+    if bundle:
+        content["bundle"] = {"path": str(bundle.path), "digest": bundle.digest, "task_id": bundle.task_id}
+    return json.dumps(content, indent=1)
+
+
+def _verify(job: Job, bundle: Bundle, base: Path) -> int:
+    from peft_to_trtllm.verify import verify
+
+    assert job.plan and job.adapter
+    verdict = verify(bundle, job.plan, job.adapter.path, base)
+    sys.stdout.write(verdict.text() + "\n")
+    return 0 if verdict.ok else _REFUSED
+
+
+class _Progress:
+    """A bar on stderr, where a person looks and the work is long; else nothing."""
+
+    def __init__(self, job: Job) -> None:
+        rows = job.plan.rows if job.plan else ()
+        work = sum(row.size for row in rows) * 4
+        self._wanted = work > _LONG_WORK_BYTES and sys.stderr.isatty()
+        self._name, self._total = job.request.adapter, len(rows)
+
+    def __enter__(self) -> Callable[[int, int], None] | None:
+        if not self._wanted:
+            return None
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        self._bar.start()
+        task = self._bar.add_task(f"converting {self._name}", total=self._total)
+        return lambda done, _: self._bar.update(task, completed=done)
+
+    def __exit__(self, *_: object) -> None:
+        if self._wanted:
+            self._bar.stop()
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
+    """SIGTERM ends the run like an exception, so that nothing half-written stays."""
+    raise SystemExit(_TERMINATED)
+
+
+def _failed(message: str) -> int:
+    sys.stderr.write(f"lora-slots convert: {message}\n")
+    return _WRONG_INPUT
