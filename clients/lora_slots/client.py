@@ -1,0 +1,135 @@
+"""A small client of the ensemble: streamed text, and the operations of `lora_router`, over Triton's gRPC."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from lora_slots.errors import ServerError
+
+ENSEMBLE, ROUTER = "ensemble", "lora_router"
+_CODE = re.compile(r"^\[?StatusCode\.(\w+)\]?\s*")
+_IN_ENSEMBLE = re.compile(r"^in ensemble '[^']*', (\[request id: [^\]]*\] )?")
+SAMPLING: Mapping[str, tuple[str, Any]] = {
+    "temperature": ("FP32", np.float32),
+    "top_k": ("INT32", np.int32),
+    "top_p": ("FP32", np.float32),
+    "seed": ("UINT64", np.uint64),
+    "min_tokens": ("INT32", np.int32),
+    "repetition_penalty": ("FP32", np.float32),
+    "presence_penalty": ("FP32", np.float32),
+    "frequency_penalty": ("FP32", np.float32),
+}
+"""Sampling options of the ensemble: Triton type and numpy type."""
+
+
+class Client:
+    """One gRPC connection, used by one thread at a time. `url` is host:port of Triton's gRPC door."""
+
+    def __init__(self, url: str) -> None:
+        import tritonclient.grpc as triton
+
+        self.url = url
+        self._triton = triton
+        self._client = triton.InferenceServerClient(url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def generate(
+        self,
+        text: str,
+        *,
+        adapter: str | None = None,
+        max_tokens: int = 64,
+        stream: bool = True,
+        request_id: str | None = None,
+        sampling: Mapping[str, float] | None = None,
+    ) -> Iterator[str]:
+        """Pieces of the answer to `text` (a finished prompt: no chat template is applied), as they come.
+
+        `adapter` None asks the base model; `sampling` takes the names of SAMPLING. Leaving the iterator early cancels the request.
+
+        Raises:
+            ServerError: the server refused, failed, or is not there.
+        """
+        inputs = [
+            self._text("text_input", text),
+            self._value("max_tokens", max_tokens, "INT32", np.int32),
+            self._value("stream", stream, "BOOL", np.bool_),
+        ]
+        if adapter is not None:
+            inputs.append(self._text("adapter", adapter))
+        for name, value in (sampling or {}).items():
+            inputs.append(self._value(name, value, *SAMPLING[name]))
+        for result in self._stream(ENSEMBLE, inputs, ["text_output"], request_id or uuid.uuid4().hex):
+            pieces = result.as_numpy("text_output")
+            if pieces is not None:
+                yield "".join(piece.decode("utf-8", "replace") for piece in pieces.reshape(-1))
+
+    def operate(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """Carry out an operation of the slot manager: status, warm, pin, unpin, evict. Raises ServerError."""
+        inputs = [self._text("op", op), self._text("op_args", json.dumps(arguments))]
+        for result in self._stream(ROUTER, inputs, ["op_result"], uuid.uuid4().hex):
+            value = result.as_numpy("op_result")
+            if value is not None:
+                return dict(json.loads(value.reshape(-1)[0]))
+        raise ServerError(f"{op}: no answer", code="INTERNAL")
+
+    def _stream(self, model: str, inputs: list[Any], outputs: list[str], request_id: str) -> Iterator[Any]:
+        answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        wanted = [self._triton.InferRequestedOutput(name) for name in outputs]
+        ended = False
+        self._client.start_stream(lambda result, error: answers.put((result, error)))
+        try:
+            self._client.async_stream_infer(
+                model, inputs, outputs=wanted, request_id=request_id, enable_empty_final_response=True
+            )
+            while not ended:
+                result, error = answers.get()
+                if error is not None:
+                    ended = True
+                    raise server_error(error)
+                response = result.get_response()
+                ended = response.parameters["triton_final_response"].bool_param
+                if response.outputs:
+                    yield result
+        finally:
+            self._client.stop_stream(cancel_requests=not ended)
+
+    def _text(self, name: str, value: str) -> Any:
+        tensor = self._triton.InferInput(name, [1, 1], "BYTES")
+        tensor.set_data_from_numpy(np.array([[value.encode()]], dtype=np.object_))
+        return tensor
+
+    def _value(self, name: str, value: Any, wire_type: str, dtype: Any) -> Any:
+        tensor = self._triton.InferInput(name, [1, 1], wire_type)
+        tensor.set_data_from_numpy(np.array([[value]], dtype=dtype))
+        return tensor
+
+
+def server_error(error: Exception) -> ServerError:
+    """Triton's error as ours: the gRPC status name, and the text without Triton's wrapping."""
+    text = str(error)
+    found = _CODE.match(text)
+    code = found.group(1) if found else "UNKNOWN"
+    message = _IN_ENSEMBLE.sub("", _CODE.sub("", text))
+    if code == "UNAVAILABLE" and "connect" in message:
+        message = f"no server answers there ({message.strip()})"
+    return ServerError(message.strip(), code=code)

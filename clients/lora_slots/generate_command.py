@@ -1,0 +1,60 @@
+"""`lora-slots generate`: one streamed answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("generate")(generate)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads standard input.")],
+    adapter: Annotated[str | None, typer.Option(help="Adapter name; without it the base model answers.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Directory with the chat template; default: the embedded base model's.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; default: greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
+    seed: Annotated[int | None, typer.Option(min=0)] = None,
+    url: Annotated[
+        str | None, typer.Option(help="host:port of Triton's gRPC door; default: $LORA_SLOTS_URL or `up`.")
+    ] = None,
+) -> None:
+    """Ask the base or an adapter, and print the answer as it streams.
+
+    Examples:
+
+        lora-slots generate --adapter pirate 'Who are you?'
+
+        echo 'Who are you?' | lora-slots generate -
+    """
+    from lora_slots import address
+    from lora_slots.client import Client
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not raw:
+        text = _chat(text, tokenizer)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    sampling = {name: value for name, value in options.items() if value is not None}
+    with Client(url or address.find()) as client:
+        for piece in client.generate(text, adapter=adapter, max_tokens=max_tokens, sampling=sampling):
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
+    typer.echo()
+
+
+def _chat(text: str, tokenizer: Path | None) -> str:
+    from lora_slots.base_model import ensure_base_model
+    from lora_slots.text import Tokenizer
+
+    return Tokenizer(tokenizer or ensure_base_model()).apply_chat_template([{"role": "user", "content": text}])
