@@ -1,32 +1,88 @@
-"""`lora-slots`: the command line. Commands import what they need when they run."""
+"""`lora-slots`: every command of the project. Commands live in modules of their own; heavy imports wait until used."""
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import NoReturn
+
+from lora_slots.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_ENVIRONMENT,
+    EXIT_INTERRUPTED,
+    CheckFailed,
+    ServerError,
+    UsageError,
+)
 
 
-def main() -> None:
-    """Run the command line. A wrong usage exits 1: 2 means that an adapter was refused."""
-    if sys.argv[1:2] == ["convert"]:  # without typer, whose import takes longer than a usual conversion
-        from lora_slots import convert_command
+def main() -> NoReturn:
+    """Run the command line; every expected error becomes one message and an exit code, never a traceback."""
+    try:
+        if sys.argv[1:2] == ["convert"]:  # without typer, whose import takes longer than a usual conversion
+            from lora_slots import convert_command
 
-        sys.exit(convert_command.main(sys.argv[2:]))
+            sys.exit(convert_command.main(sys.argv[2:]))
+        sys.exit(_run())
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # the reader of a pipe has gone: nothing to tell anybody
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_ENVIRONMENT)
+
+
+def _run() -> int:
     import typer
 
-    from lora_slots import convert_command
+    from lora_slots import convert_command, generate_command, slots_command, up_command
 
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = typer.Typer(name="lora-slots", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(lora_slots)
-    convert_command.register(app)
+    for command in (up_command, convert_command, generate_command, slots_command):
+        command.register(app)
     usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     try:
-        sys.exit(app(standalone_mode=False))
+        return int(app(standalone_mode=False) or 0)
+    except typer.Abort:
+        return EXIT_INTERRUPTED
     except usage_error as error:
         error.show()  # type: ignore[attr-defined]
-        sys.exit(1)
-    except typer.Abort:
-        sys.exit(130)
+        return EXIT_ENVIRONMENT
+    except ServerError as error:
+        return _fail(f"{error} [{error.code}]", error.exit_code)
+    except CheckFailed as error:
+        return _fail(f"check failed:\n{error}", EXIT_CHECK_FAILED)
+    except Exception as error:
+        if not _expected(error):
+            raise
+        return _fail(str(error), EXIT_ENVIRONMENT)
 
 
 def lora_slots() -> None:
-    """Serve many LoRA adapters on one TensorRT-LLM engine behind Triton."""
+    """Serve many LoRA adapters on one TensorRT-LLM engine behind Triton.
+
+    Exit codes: 0 done, 1 usage or environment, 2 refused, 3 a check failed, 130 interrupted.
+    """
+
+
+def _expected(error: Exception) -> bool:
+    """Whether an error is one of the project's own, written for a person."""
+    from adapter_slots.errors import SlotError
+    from peft_to_trtllm.errors import AdapterRefused, InputError
+    from reference_engine.errors import EngineDirectoryError, UnsupportedModel
+    from trtllm_lora import ContractError
+
+    from lora_slots.base_model import BaseModelError
+    from lora_slots.repository import RepositoryError
+    from lora_slots.stack import StackError
+    from lora_slots.text import TokenizerError
+
+    own: tuple[type[Exception], ...] = (UsageError, ContractError, SlotError, AdapterRefused, InputError)
+    own += (EngineDirectoryError, UnsupportedModel, BaseModelError, RepositoryError, StackError, TokenizerError)
+    return isinstance(error, (*own, OSError))
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"lora-slots: {message}", file=sys.stderr)  # noqa: T201 - the one place that speaks to the terminal
+    return code
