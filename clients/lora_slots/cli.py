@@ -69,14 +69,13 @@ def lora_slots() -> None:
 def _expected(error: Exception) -> bool:
     """Whether an error is one of the project's own, written for a person."""
     from adapter_slots.errors import SlotError
-    from peft_to_trtllm.errors import AdapterRefused, InputError
-    from reference_engine.errors import EngineDirectoryError, UnsupportedModel
-    from trtllm_lora import ContractError
-
     from lora_slots.base_model import BaseModelError
     from lora_slots.repository import RepositoryError
     from lora_slots.stack import StackError
     from lora_slots.text import TokenizerError
+    from peft_to_trtllm.errors import AdapterRefused, InputError
+    from reference_engine.errors import EngineDirectoryError, UnsupportedModel
+    from trtllm_lora import ContractError
 
     own: tuple[type[Exception], ...] = (UsageError, ContractError, SlotError, AdapterRefused, InputError)
     own += (EngineDirectoryError, UnsupportedModel, BaseModelError, RepositoryError, StackError, TokenizerError)

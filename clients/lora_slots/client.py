@@ -35,9 +35,11 @@ class Client:
 
     def __init__(self, url: str) -> None:
         import tritonclient.grpc as triton
+        from tritonclient.utils import InferenceServerException
 
         self.url = url
         self._triton = triton
+        self._exception = InferenceServerException
         self._client = triton.InferenceServerClient(url)
 
     def __enter__(self) -> Self:
@@ -98,9 +100,14 @@ class Client:
         ended = False
         self._client.start_stream(lambda result, error: answers.put((result, error)))
         try:
-            self._client.async_stream_infer(
-                model, inputs, outputs=wanted, request_id=request_id, enable_empty_final_response=True
-            )
+            try:
+                self._client.async_stream_infer(
+                    model, inputs, outputs=wanted, request_id=request_id, enable_empty_final_response=True
+                )
+            except self._exception as error:
+                # the stream broke before the request was queued; what broke it comes through the callback
+                ended = True
+                raise server_error(answers.get()[1] or error) from None
             while not ended:
                 result, error = answers.get()
                 if error is not None:
