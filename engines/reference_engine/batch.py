@@ -1,0 +1,54 @@
+"""One step's work for the decoder: tokens of several sequences, packed one after another.
+
+Legend: T tokens in the step, S sequences, R rows of logits wanted, n adapters in the step, m tokens of the busiest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Arrays of one step; all int32."""
+
+    token_ids_T: Ints
+    positions_T: Ints
+    past_lens_S: Ints
+    """Tokens of each sequence whose keys and values are already in its blocks."""
+    begins_S1: Ints
+    """Where each sequence's tokens begin; the last entry is T."""
+    block_ids: Ints
+    """The key/value blocks of all sequences, one sequence after another."""
+    block_begins_S1: Ints
+    logit_rows_R: Ints
+    """Tokens whose logits are wanted, as indices into T."""
+    groups_nm: Ints
+    """For each adapter of the stack the tokens it applies to, filled up with token 0."""
+    place_T: Ints
+    """Where each token's LoRA delta stands in the flattened [n, m]."""
+    adapter_T: Ints
+    """Each token's adapter as an index into the stack (read by engines with DoRA rows)."""
+
+
+def group_tokens(adapter_T: Ints, num_adapters: int) -> tuple[Ints, Ints]:
+    """(groups [n, m], place [T]) for tokens with the given stack index each.
+
+    Rows of the busiest adapter set m; the places of the others are computed in vain, which costs less than one
+    multiplication per adapter as long as tokens are spread evenly (decode), or belong to few adapters (prefill).
+    """
+    counts = np.bincount(adapter_T, minlength=num_adapters)
+    width = max(int(counts.max()), 1)
+    order = np.argsort(adapter_T, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    rank_in_group = np.empty_like(order)
+    rank_in_group[order] = np.arange(len(order)) - np.repeat(starts, counts)
+    place = adapter_T * width + rank_in_group
+    groups = np.zeros(num_adapters * width, np.int32)
+    groups[place] = np.arange(len(adapter_T))
+    return groups.reshape(num_adapters, width), place.astype(np.int32)

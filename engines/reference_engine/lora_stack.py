@@ -1,0 +1,200 @@
+"""From the adapters' rows in the cache's pages to the stacked matrices of one step.
+
+Rules:
+1. The stack holds exactly the adapters of the step, in places 0 .. n-1; a step with the same adapters changes nothing.
+2. An adapter that joins is written into the place of one that left, or behind the last; nothing else moves, save that
+   the last one fills a hole that stays.
+3. Every site and layer has its own rank, the largest among the held adapters; smaller ones are filled with zeros,
+   which is exact. It grows when it must, and shrinks when less than half of it is used.
+4. An id that was evicted and pushed again is another adapter here: what is compared is the stored rows, not the id.
+5. Tokens of the base model in a step with adapters take the place of `BASE`, an adapter of zeros.
+
+Legend: n held adapters, I site input, O part output, r rank of the site, P parts of the site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from reference_engine.lora_sites import Site
+from reference_engine.weights import as_float32
+from trtllm_lora import Row, module_name
+
+BASE = None
+"""The key of the base model among task ids."""
+
+Floats = npt.NDArray[np.float32]
+_Places = dict[tuple[str, int], dict[str, Row]]
+_NO_ROWS: tuple[Row, ...] = ()
+
+
+class LoraStack:
+    """The matrices of the adapters in the running step."""
+
+    def __init__(self, sites: Sequence[Site], num_layers: int, capacity: int) -> None:
+        """`capacity` is the largest number of different adapters in a step, the base model's place not counted."""
+        self._sites, self._num_layers, self._capacity = tuple(sites), num_layers, capacity + 1
+        self._order: list[int | None] = []
+        self._rows: dict[int | None, _Places] = {}
+        self._source: dict[int | None, Sequence[Row]] = {}
+        self._ranks = {(site.name, layer): 0 for site in sites for layer in range(num_layers)}
+        self._matrices: dict[str, Floats] = {}
+        self._magnitudes: dict[str, Floats] = {}
+        self._only_base = True
+        self.version = 0
+        """Changes whenever `arrays` would give something else."""
+
+    @property
+    def has_dora(self) -> bool:
+        """Whether an adapter in the stack has magnitudes (DoRA)."""
+        return not self._only_base and any(
+            row.magnitude_O is not None
+            for key in self._order
+            for site in self._rows[key].values()
+            for row in site.values()
+        )
+
+    @property
+    def num_held(self) -> int:
+        """n: places in use."""
+        return 1 if self._only_base else len(self._order)
+
+    def place(self, task: int | None) -> int:
+        """Place of a held task (or of `BASE`)."""
+        return 0 if self._only_base else self._order.index(task)
+
+    def hold(self, tasks: Sequence[int | None], rows_of: Callable[[int], Sequence[Row]]) -> None:
+        """Make the stack hold exactly these tasks (`BASE` among them if a token of the base is in the step)."""
+        wanted = dict.fromkeys(tasks)
+        only_base = set(wanted) <= {BASE}
+        if only_base != self._only_base:
+            self._only_base = only_base
+            self.version += 1
+        if only_base:
+            return
+        sources = {task: _NO_ROWS if task is BASE else rows_of(task) for task in wanted}
+        joining = [task for task, rows in sources.items() if rows is not self._source.get(task)]
+        if not joining and len(wanted) == len(self._order):
+            return
+        self.version += 1
+        for task in joining:
+            self._rows[task] = self._by_site(sources[task])
+        holes = [place for place, task in enumerate(self._order) if task not in wanted or task in joining]
+        for task in joining:
+            place = holes.pop(0) if holes else len(self._order)
+            self._order[place : place + 1] = [task]
+        needed = {at: max(self._rank(task, at) for task in wanted) for at in self._ranks}
+        if any(needed[at] > rank or 2 * needed[at] <= rank for at, rank in self._ranks.items() if rank or needed[at]):
+            self._order = [task for task in self._order if task in wanted]
+            self._allocate(needed)
+            joining = list(self._order)
+        for task in joining:
+            self._write(self._order.index(task), task)
+        self._close_holes(wanted)
+        self._rows = {task: self._rows[task] for task in self._order}
+        self._source = sources
+
+    def arrays(self, *, dora: bool) -> Iterator[tuple[str, Floats]]:
+        """(graph input, array) of every matrix, cut to the n held places; with the magnitudes if `dora`."""
+        n = self.num_held
+        for layer in range(self._num_layers):
+            for site in self._sites:
+                for name, shape in _shapes(site, layer, 0):
+                    whole = np.zeros((1, *shape), np.float32) if self._only_base else self._matrices[name][:n]
+                    yield name, whole
+                name = f"{layer}.{site.name}.magnitude"
+                if dora:
+                    yield name, self._magnitudes.get(name, np.ones((self._capacity, site.d_out), np.float32))[:n]
+
+    def _rank(self, task: int | None, at: tuple[str, int]) -> int:
+        site = next(s for s in self._sites if s.name == at[0])
+        rows = self._rows[task].get(at, {})
+        return max(sum(row.rank for module, row in rows.items() if module in (p, site.fused)) for p in site.parts)
+
+    def _by_site(self, rows: Sequence[Row]) -> _Places:
+        """Rows by site and layer; of two rows for one module and layer the last counts, as in the runtime."""
+        places: _Places = {}
+        for row in rows:
+            module = module_name(row.module_id)
+            site = next(s for s in self._sites if module in (*s.parts, s.fused))
+            places.setdefault((site.name, row.layer), {})[module] = row
+        return places
+
+    def _allocate(self, ranks: dict[tuple[str, int], int]) -> None:
+        self._ranks = ranks
+        self._matrices = {
+            name: np.zeros((self._capacity, *shape), np.float32)
+            for layer in range(self._num_layers)
+            for site in self._sites
+            for name, shape in _shapes(site, layer, ranks[site.name, layer])
+        }
+
+    def _write(self, place: int, task: int | None) -> None:
+        for layer in range(self._num_layers):
+            for site in self._sites:
+                rows = self._rows[task].get((site.name, layer), {})
+                prefix, rank = f"{layer}.{site.name}", self._ranks[site.name, layer]
+                self._matrices[f"{prefix}.a"][place] = 0
+                for part, module in enumerate(site.parts):
+                    a_IR = self._matrices[f"{prefix}.a"][place, :, part * rank : (part + 1) * rank]
+                    b_RO = self._matrices[f"{prefix}.b{part}"][place]
+                    _write_part(
+                        a_IR,
+                        b_RO,
+                        [_part_of(site, part, name, rows[name]) for name in rows if name in (module, site.fused)],
+                    )
+                self._write_magnitude(f"{prefix}.magnitude", place, site, rows)
+
+    def _write_magnitude(self, name: str, place: int, site: Site, rows: dict[str, Row]) -> None:
+        given = {module: row.magnitude_O for module, row in rows.items() if row.magnitude_O is not None}
+        if not given and name not in self._magnitudes:
+            return
+        table = self._magnitudes.setdefault(name, np.ones((self._capacity, site.d_out), np.float32))
+        table[place] = 1
+        ends = np.cumsum(site.widths)
+        for module, magnitude in given.items():
+            values, begin = as_float32(magnitude), 0
+            for part in [site.parts.index(module)] if module in site.parts else site.fused_order:
+                width = site.widths[part]
+                table[place, ends[part] - width : ends[part]] = values[begin : begin + width]
+                begin += width
+
+    def _close_holes(self, wanted: dict[int | None, None]) -> None:
+        for place in reversed(range(len(self._order))):
+            if self._order[place] in wanted:
+                continue
+            last = len(self._order) - 1
+            for table in (*self._matrices.values(), *self._magnitudes.values()):
+                table[place] = table[last]
+            self._order[place] = self._order[last]
+            self._order.pop()
+
+
+def _shapes(site: Site, layer: int, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    prefix = f"{layer}.{site.name}"
+    yield f"{prefix}.a", (site.d_in, len(site.parts) * rank)
+    for part, width in enumerate(site.widths):
+        yield f"{prefix}.b{part}", (rank, width)
+
+
+def _part_of(site: Site, part: int, module: str, row: Row) -> tuple[Floats, Floats]:
+    """(A [r, I], B [O, r]) that a row gives to one part of its site."""
+    a, b = as_float32(row.a_RI), as_float32(row.b_OR)
+    if module != site.fused:
+        return a, b
+    before = site.fused_order[: site.fused_order.index(part)]
+    begin = sum(site.widths[other] for other in before)
+    return a, b[begin : begin + site.widths[part]]
+
+
+def _write_part(a_IR: Floats, b_RO: Floats, parts: list[tuple[Floats, Floats]]) -> None:
+    at = 0
+    for a, b in parts:
+        rank = a.shape[0]
+        a_IR[:, at : at + rank] = a.T
+        b_RO[at : at + rank] = b.T
+        at += rank
+    b_RO[at:] = 0
