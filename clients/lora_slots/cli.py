@@ -41,13 +41,13 @@ def _run() -> int:
     app.callback()(lora_slots)
     for command in (up_command, convert_command, generate_command, slots_command):
         command.register(app)
-    usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+    usage_error = _usage_error(typer.BadParameter)
     try:
         return int(app(standalone_mode=False) or 0)
     except typer.Abort:
         return EXIT_INTERRUPTED
     except usage_error as error:
-        error.show()  # type: ignore[attr-defined]
+        sys.stderr.write(f"lora-slots: {error}\n")
         return EXIT_ENVIRONMENT
     except ServerError as error:
         return _fail(f"{error} [{error.code}]", error.exit_code)
@@ -57,6 +57,11 @@ def _run() -> int:
         if not _expected(error):
             raise
         return _fail(str(error), EXIT_ENVIRONMENT)
+
+
+def _usage_error(kind: type[Exception]) -> type[Exception]:
+    """The common base of typer's usage errors; where it lives depends on the version of typer."""
+    return next(base for base in kind.__mro__ if base.__name__ == "ClickException")
 
 
 def lora_slots() -> None:

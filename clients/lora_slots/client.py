@@ -66,7 +66,8 @@ class Client:
     ) -> Iterator[str]:
         """Pieces of the answer to `text` (a finished prompt: no chat template is applied), as they come.
 
-        `adapter` None asks the base model; `sampling` takes the names of SAMPLING. Leaving the iterator early cancels the request.
+        `adapter` None asks the base model; `sampling` takes the names of SAMPLING. Leaving the iterator early
+        cancels the request.
 
         Raises:
             ServerError: the server refused, failed, or is not there.
@@ -104,10 +105,10 @@ class Client:
                 self._client.async_stream_infer(
                     model, inputs, outputs=wanted, request_id=request_id, enable_empty_final_response=True
                 )
-            except self._exception as error:
+            except self._exception as broken:
                 # the stream broke before the request was queued; what broke it comes through the callback
                 ended = True
-                raise server_error(answers.get()[1] or error) from None
+                raise server_error(answers.get()[1] or broken) from None
             while not ended:
                 result, error = answers.get()
                 if error is not None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import typer
+
     from peft_to_trtllm.job import Job, Request
     from trtllm_lora import Bundle
 

@@ -1,21 +1,29 @@
-"""Everything the embedded stack needs before Triton starts: base model, engine, bundles, registry, model repository.
+"""The embedded stack: base model, reference engine, bundles and registry prepared, then a Triton that serves them.
 
-All of it lives in the cache (`base/`, `engines/`, `adapters/`); each step is skipped if its result stands.
+What is prepared lives in the cache (`base/`, `engines/`, `adapters/`); each step is skipped if its result stands.
+The model repository is rendered anew for every start, into a temporary folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapter_slots.registry import FILE_NAME, Entry, publish
+from adapter_slots.registry import FILE_NAME, publish
 from lora_slots.base_model import ensure_base_model
 from lora_slots.base_model.store import cache_folder
 from lora_slots.errors import UsageError
-from trtllm_lora import Bundle
+from lora_slots.repository import RepositoryConfig, render
+from lora_slots.stack import Ports, StackConfig, TritonServer
+from lora_slots.stack.ports import choose_ports
+from peft_to_trtllm import convert
+from reference_engine.engine_dir import build_engine, open_engine
+from reference_engine.errors import EngineDirectoryError
 
 Progress = Callable[[str, int, int], object]
 ENGINE_DTYPE = "float32"
@@ -30,7 +38,7 @@ class Prepared:
     base: Path
     engine: Path
     registry: Path
-    entries: tuple[Entry, ...]
+    """`adapters.yaml`."""
 
 
 def prepare(adapters: Mapping[str, Path], *, cache: Path | None = None, progress: Progress) -> Prepared:
@@ -43,19 +51,68 @@ def prepare(adapters: Mapping[str, Path], *, cache: Path | None = None, progress
         raise UsageError(f"no such adapter folder: {', '.join(missing)}")
     base = ensure_base_model(cache, progress)
     engine = ensure_engine(base, cache_folder(cache) / "engines", progress)
-    home = cache_folder(cache) / "adapters"
-    entries = []
+    registry = publish_adapters(adapters, base, cache_folder(cache) / "adapters", progress)
+    return Prepared(base, engine, registry)
+
+
+def publish_adapters(adapters: Mapping[str, Path], base: Path, home: Path, progress: Progress) -> Path:
+    """Convert adapters into `home`/bundles and make them current in `home`/adapters.yaml; returns that file.
+
+    Raises:
+        AdapterRefused: an adapter cannot be converted, with every reason. RegistryError, BundleError: the disk.
+    """
     for done, (name, path) in enumerate(adapters.items()):
         progress("convert", done, len(adapters))
-        entries.append(publish(home / FILE_NAME, _convert(path, base, home / "bundles"), name))
+        bundle = convert(path, base=base, out=home / "bundles", dtype=ENGINE_DTYPE, name=name)
+        publish(home / FILE_NAME, bundle, name)
     progress("convert", len(adapters), len(adapters))
-    return Prepared(base, engine, home / FILE_NAME, tuple(entries))
+    return home / FILE_NAME
+
+
+@contextmanager
+def running(
+    prepared: Prepared,
+    *,
+    ports: Ports | None = None,
+    router: Mapping[str, str] | None = None,
+    engine: Mapping[str, str] | None = None,
+    with_router: bool = True,
+    log_path: Path | None = None,
+) -> Iterator[TritonServer]:
+    """A Triton that serves the prepared stack, ready inside the block and stopped after it.
+
+    Args:
+        ports: free ones are chosen if not given.
+        router, engine: parameters of `lora_router` and `tensorrt_llm` beside those the stack sets itself.
+
+    Raises:
+        StackError, RepositoryError: with the reason; nothing is left running.
+    """
+    ports = ports or choose_ports(0, 0, 0)
+    with tempfile.TemporaryDirectory(prefix="lora-slots-") as folder:
+        config = RepositoryConfig(
+            engine_dir=prepared.engine,
+            tokenizer_dir=prepared.base,
+            registry=prepared.registry,
+            engine_url=f"127.0.0.1:{ports.grpc}",
+            router=router or {},
+            engine={"exclude_input_in_output": "true", **(engine or {})},
+            with_router=with_router,
+        )
+        repository = render(config, Path(folder) / "models")
+        stack = StackConfig(
+            repository,
+            http_port=ports.http,
+            grpc_port=ports.grpc,
+            metrics_port=ports.metrics,
+            log_path=log_path,
+        )
+        with TritonServer(stack) as server:
+            yield server
 
 
 def ensure_engine(base: Path, engines: Path, progress: Progress) -> Path:
     """The reference engine of a base model, built if it is missing or broken."""
-    from reference_engine import EngineDirectoryError, build_engine, open_engine
-
     facts = {"dtype": ENGINE_DTYPE, "max_lora_rank": MAX_LORA_RANK, "base": _stamp(base)}
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     engine = engines / f"{base.name}-{ENGINE_DTYPE}-{key}"
@@ -70,12 +127,6 @@ def ensure_engine(base: Path, engines: Path, progress: Progress) -> Path:
             wrote=lambda done, total: progress("engine", done, total),
         )
     return engine
-
-
-def _convert(adapter: Path, base: Path, bundles: Path) -> Bundle:
-    from peft_to_trtllm import convert
-
-    return convert(adapter, base=base, out=bundles, dtype=ENGINE_DTYPE)
 
 
 def _stamp(base: Path) -> list[object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,23 +76,19 @@ def up(
 
 
 def _run(wishes: Wishes, console: Console) -> None:
-    from lora_slots import address
-    from lora_slots.embedded import prepare
+    from lora_slots import address, embedded
     from lora_slots.progress import Bars
-    from lora_slots.stack import StackConfig, TritonServer
 
     started = time.monotonic()
-    with Bars(console) as bars:
-        prepared = prepare(wishes.adapters, progress=bars.report)
     ports = _choose_ports(wishes.ports)
-    with tempfile.TemporaryDirectory(prefix="lora-slots-") as folder:
-        repository = _render(prepared, wishes, ports, Path(folder) / "models")
-        _say(console, "starting Triton …")
-        config = StackConfig(repository, http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics)
-        with TritonServer(config) as server, address.published(server.grpc_url):
-            _warm(server.grpc_url, wishes.adapters, console)
-            _say(console, f"ready after {time.monotonic() - started:.1f} s\n")
-            _serve(server, prepared, wishes, console)
+    with Bars(console) as bars:
+        prepared = embedded.prepare(wishes.adapters, progress=bars.report)
+    _say(console, "starting Triton …")
+    router = {"num_slots": str(wishes.slots), "idle_s": str(wishes.idle_s)}
+    with embedded.running(prepared, ports=ports, router=router) as server, address.published(server.grpc_url):
+        _warm(server.grpc_url, wishes.adapters, console)
+        _say(console, f"ready after {time.monotonic() - started:.1f} s\n")
+        _serve(server, prepared, wishes, console)
 
 
 def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Console) -> None:
@@ -114,20 +109,6 @@ def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Co
         _say(console, problem)
     _say(console, _ready_lines(server, text, next(iter(wishes.adapters), None)))
     server.wait()
-
-
-def _render(prepared: Prepared, wishes: Wishes, ports: Ports, out: Path) -> Path:
-    from lora_slots.repository import RepositoryConfig, render
-
-    config = RepositoryConfig(
-        engine_dir=prepared.engine,
-        tokenizer_dir=prepared.base,
-        registry=prepared.registry,
-        engine_url=f"127.0.0.1:{ports.grpc}",
-        router={"num_slots": str(wishes.slots), "idle_s": str(wishes.idle_s)},
-        engine={"exclude_input_in_output": "true"},
-    )
-    return render(config, out)
 
 
 def _warm(url: str, adapters: Iterable[str], console: Console) -> None:
