@@ -1,0 +1,68 @@
+# Everything runs in .venv, which is made on first use; nothing needs to be activated. Settings, all optional:
+#   PYTHON=python3.12   the interpreter .venv is made with (3.11 or 3.12)
+#   ARGS="..."          arguments for `make up`, `make test` and `make bench`
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+PYTHON ?=
+ARGS ?=
+export PYTHON
+
+bin := .venv/bin
+folders := engines converters slot_manager clients tests examples bench
+
+# The stamps carry the checkout's path, which an editable install has inside too, so that a moved checkout installs anew.
+here := $(shell pwd | cksum | cut -d' ' -f1)
+runtime := .venv/.runtime-$(here)
+dev := .venv/.dev-$(here)
+version = $(shell $(1) -c 'import sys; print(sys.version_info[:2])' 2>/dev/null)
+made_with := $(call version,$(bin)/python)
+usable := $(if $(made_with),$(if $(PYTHON),$(filter $(made_with),$(call version,$(PYTHON))),yes))
+
+.PHONY: help setup up test check lint fix types arch docs docs-check bench lock clean again
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(runtime) $(dev) ## make .venv with everything in it
+
+up: $(runtime) ## serve the base model and the example adapters until Ctrl-C (ARGS=--check: check the answers and stop)
+	@$(bin)/lora-slots up $(ARGS)
+
+test: $(runtime) $(dev) ## run all tests, those with a real Triton included
+	$(bin)/python -m pytest $(ARGS)
+
+check: lint types arch docs-check test ## what CI runs: lint, types, arch, docs-check and test
+
+lint: $(dev) ## ruff: format and rules
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+
+fix: $(dev) ## ruff, writing
+	$(bin)/ruff format .
+	$(bin)/ruff check --fix .
+
+types: $(runtime) $(dev) ## mypy, strict
+	$(bin)/mypy $(folders)
+
+arch: $(runtime) $(dev) ## import-linter: who may import whom
+	$(bin)/lint-imports
+
+bench: $(runtime) $(dev) ## measure, and print one table
+	$(bin)/python bench/run.py $(ARGS)
+
+lock: $(runtime) ## resolve requirements/*.txt anew
+	ci/lock
+
+clean: ## remove .venv and what tools left in the checkout
+	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(runtime): pyproject.toml ci/environment requirements/build.txt requirements/runtime.txt requirements/embedded.txt $(if $(usable),,again)
+	@ci/environment runtime
+	@touch $@
+
+$(dev): $(runtime) requirements/dev.txt requirements/oracle.txt requirements/torch.txt
+	@ci/environment dev
+	@touch $@
+
+again:
