@@ -77,11 +77,11 @@ class TritonRequest:
 class TritonMetrics:
     """Triton's custom metrics as `adapter_slots.ports.MetricSink`."""
 
-    KINDS = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}
-
     def __init__(self):
+        # the stub adds MetricFamily to pb_utils only after this module was imported
+        kinds = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}
         self.families = {
-            name: pb_utils.MetricFamily(name=name, description=family.help, kind=self.KINDS[family.kind])
+            name: pb_utils.MetricFamily(name=name, description=family.help, kind=kinds[family.kind])
             for name, family in FAMILIES.items()
         }
         self.made = {}
