@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import typer
 
-    from peft_to_trtllm.job import Job, Request
+    from peft_to_trtllm.job import Conversion, Job, Request
     from trtllm_lora import Bundle
 
 _REFUSED, _WRONG_INPUT, _INTERRUPTED, _TERMINATED = 2, 1, 130, 143
@@ -129,8 +129,8 @@ def _run(request: Request, out: Path | None, options: argparse.Namespace) -> int
             with _Progress(job) as progress:
                 if out is not None:
                     bundle = convert_job(job, out, progress)
-                elif job.plan:
-                    for _ in job.rows(progress):
+                elif job.conversion:
+                    for _ in job.conversion.rows(progress):
                         pass
         except AdapterRefused:
             pass  # the report below says why
@@ -145,14 +145,16 @@ def _run(request: Request, out: Path | None, options: argparse.Namespace) -> int
             sys.stdout.write(_summary(job, bundle) + "\n")
         if not report.ok:
             return _REFUSED
-        return _verify(job, bundle, options.verify) if options.verify and bundle else 0
+        return _verify(job.conversion, bundle, options.verify) if options.verify and bundle and job.conversion else 0
 
 
 def _summary(job: Job, bundle: Bundle | None) -> str:
-    assert job.plan
-    ranks = sorted({row.rank for row in job.plan.rows})
+    if job.conversion is None:
+        return f"{job.request.adapter}: refused"
+    plan = job.conversion.plan
+    ranks = sorted({row.rank for row in plan.rows})
     span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-    what = f"{len(job.plan.rows)} rows, rank {span}, {job.dtype}"
+    what = f"{len(plan.rows)} rows, rank {span}, {job.conversion.dtype}"
     if bundle is None:
         return f"{job.request.adapter}: can be converted: {what}"
     return f"{bundle.adapter}: {what}, {bundle.num_bytes / 1e6:.1f} MB -> {bundle.path} (task id {bundle.task_id})"
@@ -165,11 +167,10 @@ def _json(job: Job, bundle: Bundle | None) -> str:
     return json.dumps(content, indent=1)
 
 
-def _verify(job: Job, bundle: Bundle, base: Path) -> int:
+def _verify(ready: Conversion, bundle: Bundle, base: Path) -> int:
     from peft_to_trtllm.verify import verify
 
-    assert job.plan and job.adapter
-    verdict = verify(bundle, job.plan, job.adapter.path, base)
+    verdict = verify(bundle, ready.plan, ready.adapter.path, base)
     sys.stdout.write(verdict.text() + "\n")
     return 0 if verdict.ok else _REFUSED
 
@@ -178,7 +179,7 @@ class _Progress:
     """A bar on stderr, where a person looks and the work is long; else nothing."""
 
     def __init__(self, job: Job) -> None:
-        rows = job.plan.rows if job.plan else ()
+        rows = job.conversion.plan.rows if job.conversion else ()
         work = sum(row.size for row in rows) * 4
         self._wanted = work > _LONG_WORK_BYTES and sys.stderr.isatty()
         self._name, self._total = job.request.adapter, len(rows)

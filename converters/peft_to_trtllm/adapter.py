@@ -7,7 +7,6 @@ read without running anything in it (torch_zip.py).
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ PICKLE = "adapter_model.bin"
 _CONFIG_LIMIT = 16 << 20
 
 _LOOK_ALIKES = {
-    "adapters.safetensors": "an MLX adapter: its factors are transposed and its scale is another; convert it to PEFT first",
+    "adapters.safetensors": "an MLX adapter: factors transposed, another scale; convert it to PEFT first",
     "adapter_0.pt": "a torchtune adapter of its own format; save it with adapter_model.safetensors (PEFT format)",
     "adapter_model.safetensors.index.json": "a sharded adapter, which PEFT does not read either; save it in one file",
     "pytorch_lora_weights.safetensors": "a diffusers LoRA, not a PEFT adapter of a language model",
@@ -57,7 +56,7 @@ def open_adapter(path: Path, problems: Findings) -> Adapter | None:
         InputError: the directory is not there, or the disk refuses.
     """
     try:
-        names = set(os.listdir(path))
+        names = {item.name for item in path.iterdir()}
     except NotADirectoryError:
         _look_alike_file(path, problems)
         return None
@@ -90,7 +89,9 @@ def _read_config(path: Path, names: set[str], problems: Findings) -> tuple[dict[
 def _open_tensors(path: Path, names: set[str], problems: Findings) -> TensorFile | None:
     name = next((name for name in (SAFETENSORS, PICKLE) if name in names), None)
     if name is None:
-        problems.add("adapter-files", str(path / SAFETENSORS), "missing, and no adapter_model.bin either", _advice(names))
+        problems.add(
+            "adapter-files", str(path / SAFETENSORS), "missing, and no adapter_model.bin either", _advice(names)
+        )
         return None
     try:
         if name == SAFETENSORS:

@@ -6,12 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trtllm_lora import Bundle, BundleError
-
 from peft_to_trtllm.errors import AdapterRefused, InputError
 from peft_to_trtllm.job import Job, Progress, Request
 from peft_to_trtllm.report import Report
 from peft_to_trtllm.stream import BundleStream, FileHash
+from trtllm_lora import Bundle, BundleError
 
 PathLike = str | os.PathLike[str]
 
@@ -77,22 +76,23 @@ def inspect(
         InputError: a path that is not there, or a wrong argument.
     """
     with Job(_request(adapter, base, engine, dtype, None, base_weights, fused, tp_size)) as job:
-        if job.plan:
-            for _ in job.rows(progress):
+        if job.conversion:
+            for _ in job.conversion.rows(progress):
                 pass
         return job.report
 
 
 def convert_job(job: Job, out: Path, progress: Progress | None = None) -> Bundle:
     """Write the bundle of a job that was judged; errors as for `convert`."""
-    if job.plan is None or job.adapter is None:
+    ready = job.conversion
+    if ready is None:
         raise AdapterRefused(job.report)
-    source = job.adapter.file.path
+    source = ready.adapter.file.path
     before = source.stat()
     hashing = FileHash(source)
     try:
-        with BundleStream(out, job.plan.config(), job.plan.width, job.dtype) as stream:
-            for number, values in job.rows(progress):
+        with BundleStream(out, ready.plan.config(), ready.plan.width, ready.dtype) as stream:
+            for number, values in ready.rows(progress):
                 stream.put(number, values)
             if job.report.problems:
                 raise AdapterRefused(job.report)
@@ -100,7 +100,7 @@ def convert_job(job: Job, out: Path, progress: Progress | None = None) -> Bundle
             after = source.stat()
             if (after.st_mtime_ns, after.st_size) != (before.st_mtime_ns, before.st_size):
                 raise InputError(f"{source}: changed while it was read")
-            return stream.finish(job.facts(digest))
+            return stream.finish(ready.facts(digest))
     except BundleError as error:
         raise InputError(str(error)) from None
     finally:

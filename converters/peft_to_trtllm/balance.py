@@ -1,13 +1,14 @@
 """Keeping both factors within the range of the target type.
 
-ΔW = Σᵢ B[:, i] · A[i, :]. A power of two moved from one factor of a term to the other changes nothing, so where A or s·B
-would overflow, or sink where float16 loses precision, each rank component is balanced on its own: exactly. What does
-not fit even then is refused. Reference: docs/conversion-rules.md#range.
+ΔW = Σᵢ B[:, i] · A[i, :]. A power of two moved from one factor of a term to the other changes nothing, so where A or
+s·B would overflow, or sink where float16 loses precision, each rank component is balanced on its own: exactly. What
+does not fit even then is refused. Reference: docs/conversion-rules.md#range.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from peft_to_trtllm.rounding import RANGES, Floats
 
@@ -19,7 +20,7 @@ class RangeProblem(ValueError):
     """A row that the target type cannot hold; the message is one line."""
 
 
-def balance(largest_a: Floats, largest_b: Floats, target: str) -> np.ndarray | None:
+def balance(largest_a: Floats, largest_b: Floats, target: str) -> npt.NDArray[np.intp] | None:
     """Exponents k [r] with A[i] * 2^k and s·B[:, i] * 2^-k in range; None where nothing needs to move.
 
     Args:
@@ -41,9 +42,13 @@ def balance(largest_a: Floats, largest_b: Floats, target: str) -> np.ndarray | N
     k = np.where(too_large | too_small, middle, 0)
     if (np.ldexp(largest_a, k) > span.largest).any() or (np.ldexp(largest_b, -k) > span.largest).any():
         peak = float((largest_a * largest_b).max())
-        raise RangeProblem(f"values overflow {target}: a rank component reaches {peak:.3g}, too large for any split between A and B")
+        raise RangeProblem(
+            f"values overflow {target}: a rank component reaches {peak:.3g}, too large for any split between A and B"
+        )
     level = np.where(both, (exponent_a + exponent_b) / 2, -np.inf)
     if both.any() and level.max() < span.smallest_exponent + 2:
         peak = float((largest_a * largest_b).max())
-        raise RangeProblem(f"values underflow {target}: the largest rank component is {peak:.3g}, below what its precision can say")
+        raise RangeProblem(
+            f"values underflow {target}: the largest rank component is {peak:.3g}, below what its precision can say"
+        )
     return k

@@ -32,7 +32,9 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
 _LANGUAGE_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where a vision-language config.json keeps the language model's own config."""
 
-_FOUR_TIMES = frozenset({"gpt2", "gpt_bigcode", "bloom", "falcon", "gptj", "codegen", "gpt_neo", "mpt", "RefinedWeb", "RefinedWebModel"})
+_FOUR_TIMES = frozenset(
+    {"gpt2", "gpt_bigcode", "bloom", "falcon", "gptj", "codegen", "gpt_neo", "mpt", "RefinedWeb", "RefinedWebModel"}
+)
 """Families whose intermediate size is 4 x hidden where the config does not state it."""
 
 
@@ -120,7 +122,7 @@ def base_from_config(config: Mapping[str, Any], *, source: str) -> Base:
         model_type=str(model_type),
         raw=config,
         kv_heads=_kv_heads(config, str(model_type), heads),
-        inter_of_layer=tuple(per_layer) if _is_sizes(per_layer) else (),
+        inter_of_layer=_sizes(per_layer),
         dtype=dtype if isinstance(dtype, str) else None,
         **sizes,
     )
@@ -150,5 +152,7 @@ def _first(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
     return None
 
 
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int and item > 0 for item in value)
+def _sizes(value: Any) -> tuple[int, ...]:
+    if isinstance(value, list) and all(type(item) is int and item > 0 for item in value):
+        return tuple(value)
+    return ()

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from trtllm_lora.tensors import STORAGE
 
 from peft_to_trtllm.balance import RangeProblem, balance
 from peft_to_trtllm.report import Findings
 from peft_to_trtllm.rounding import Array, Floats, largest, round_to, store
 from peft_to_trtllm.rows import Block, Plan, Row
 from peft_to_trtllm.tensor_file import Tensor, TensorFile
+from trtllm_lora.tensors import STORAGE
 
 Magnitude = Callable[[Row], Floats]
 """Gives the normalised DoRA magnitude [out] of a row, float64."""
@@ -34,17 +34,25 @@ def convert_rows(
         values = buffer[: row.size]
         if len(row.blocks) > 1 or row.num_experts > 1:
             values[:] = 0
-        good = all([_fill(row, block, values, file, dtype, problems) for block in row.blocks])
+        good = _fill_all(row, values, file, dtype, problems)
         if good and row.magnitude and magnitude:
             good = _fill_magnitude(magnitude(row), values[-row.d_out :], dtype, row.magnitude, problems)
         if good:
             yield number, values
 
 
+def _fill_all(row: Row, values: Array, file: TensorFile, dtype: str, problems: Findings) -> bool:
+    good = True
+    for block in row.blocks:  # every block, so that every problem is found
+        good &= _fill(row, block, values, file, dtype, problems)
+    return good
+
+
 def _fill(row: Row, block: Block, values: Array, file: TensorFile, dtype: str, problems: Findings) -> bool:
     factors = block.factors
     a, b = load_a(file, block), load_b(file, block)
-    largest_a, largest_b = largest(a, factors.a.dtype, 1), largest(b, factors.b.dtype, 0)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is reported below, it need not warn
+        largest_a, largest_b = largest(a, factors.a.dtype, 1), largest(b, factors.b.dtype, 0)
     finite = _check_finite(largest_a, factors.a, problems) & _check_finite(largest_b, factors.b, problems)
     if not finite:
         return False
@@ -111,14 +119,17 @@ def _check_finite(found: Floats, tensor: Tensor, problems: Findings) -> bool:
     if np.isfinite(found).all():
         return True
     what = "NaN" if np.isnan(found).any() else "inf"
-    problems.add("not-finite", tensor.name, f"not finite: the tensor holds {what}", "an adapter whose training did not diverge")
+    problems.add(
+        "not-finite", tensor.name, f"not finite: the tensor holds {what}", "an adapter whose training did not diverge"
+    )
     return False
 
 
 def _fill_magnitude(values: Floats, out: Array, dtype: str, tensor: Tensor, problems: Findings) -> bool:
     if not np.isfinite(values).all():
-        problems.add("not-finite", tensor.name, "the normalised DoRA magnitude is not finite", "the weights of the true base")
+        problems.add(
+            "not-finite", tensor.name, "the normalised DoRA magnitude is not finite", "the weights of the true base"
+        )
         return False
     out[:] = round_to(values, dtype)
     return True
-

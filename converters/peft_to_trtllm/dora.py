@@ -9,7 +9,6 @@ Source: TensorRT-LLM `tensorrt_llm/lora_manager.py` norm_dora_magnitude; PEFT `t
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,9 @@ _TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _ROWS = 256
 
+_Key = tuple[int, tuple[str, ...]]
+"""(layer, leaf path below it)."""
+
 
 class BaseWeights:
     """The linear weights of a base, found by layer and leaf. Close it, or use it as a context manager."""
@@ -36,13 +38,17 @@ class BaseWeights:
         self.path = path
         self._transposed = base is not None and base.model_type in _TRANSPOSED
         self._files = _open_all(path)
-        self._tensors: dict[tuple[int, tuple[str, ...]], tuple[TensorFile, Tensor] | None] = {}
+        self._tensors: dict[_Key, tuple[TensorFile, Tensor]] = {}
+        twice: set[_Key] = set()
         for file in self._files:
             for name, tensor in file.tensors.items():
                 place = parse_path(name.removesuffix(".weight")) if name.endswith(".weight") else None
                 if isinstance(place, Place):
                     key = (place.layer, place.leaf)
-                    self._tensors[key] = None if key in self._tensors else (file, tensor)
+                    twice |= {key} & self._tensors.keys()
+                    self._tensors[key] = (file, tensor)
+        for key in twice:
+            del self._tensors[key]
 
     def __enter__(self) -> BaseWeights:
         return self
@@ -59,10 +65,10 @@ class BaseWeights:
 
     def normalised(self, row: Row, file: TensorFile) -> Floats:
         """m / ‖W0 + s·B·A‖ [out] of a row whose weight `check` has found, float64."""
-        found = self._find(row)
-        assert found and row.magnitude
-        source, tensor = found
-        (block,) = row.blocks
+        source, tensor = self._tensors[_key(row)]
+        (block,), stored = row.blocks, row.magnitude
+        if stored is None:
+            raise ValueError(f"{row.path} has no magnitude")
         weight = source.read(tensor, "W")
         weight = (weight.T if self._transposed else weight)[block.b_rows]
         a = values_of(load_a(file, block), block.factors.a.dtype)
@@ -71,18 +77,19 @@ class BaseWeights:
         for at in range(0, row.d_out, _ROWS):
             rows = slice(at, at + _ROWS)
             norms[rows] = np.linalg.norm(values_of(weight[rows], tensor.dtype) + b[rows] @ a, axis=1)
-        magnitude = values_of(file.read(row.magnitude, "M").reshape(-1), row.magnitude.dtype)[block.b_rows]
+        magnitude = values_of(file.read(stored, "M").reshape(-1), stored.dtype)[block.b_rows]
         with np.errstate(divide="ignore", invalid="ignore"):  # a zero row is reported as not finite
             return np.asarray(magnitude / norms)
 
-    def _find(self, row: Row) -> tuple[TensorFile, Tensor] | None:
-        place = parse_path(row.path)
-        return self._tensors.get((place.layer, place.leaf)) if isinstance(place, Place) else None
-
     def _check_row(self, row: Row, magnitude: Tensor, problems: Findings) -> None:
-        found = self._find(row)
+        found = self._tensors.get(_key(row))
         if found is None:
-            problems.add("dora", row.path, f"no single weight of that name in {self.path}", "the weights of the adapter's own base")
+            problems.add(
+                "dora",
+                row.path,
+                f"no single weight of that name in {self.path}",
+                "the weights of the adapter's own base",
+            )
             return
         (block,) = row.blocks
         tensor = found[1]
@@ -91,14 +98,29 @@ class BaseWeights:
         wanted = shape[::-1] if self._transposed else shape
         if tensor.shape != wanted or tensor.dtype not in _FLOATS:
             what = f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} in {self.path}"
-            problems.add("dora", row.path, what, f"a floating-point weight of shape {list(wanted)}: the adapter's own base, not quantised")
+            problems.add(
+                "dora",
+                row.path,
+                what,
+                f"a floating-point weight of shape {list(wanted)}: the adapter's own base, not quantised",
+            )
         if magnitude.size != total:
-            problems.add("dora", magnitude.name, f"{magnitude.size} values where the module has {total} rows", "one magnitude per output row")
+            problems.add(
+                "dora",
+                magnitude.name,
+                f"{magnitude.size} values where the module has {total} rows",
+                "one magnitude per output row",
+            )
+
+
+def _key(row: Row) -> _Key:
+    place = parse_path(row.path)
+    return (place.layer, place.leaf) if isinstance(place, Place) else (row.layer, ())
 
 
 def _open_all(path: Path) -> list[TensorFile]:
     try:
-        names = [path.name] if path.is_file() else sorted(n for n in os.listdir(path) if n.endswith(".safetensors"))
+        names = [path.name] if path.is_file() else sorted(item.name for item in path.glob("*.safetensors"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}; --base-weights wants the base's directory") from None
     folder = path.parent if path.is_file() else path
@@ -113,4 +135,3 @@ def _open_all(path: Path) -> list[TensorFile]:
             file.close()
         raise InputError(f"{folder / name}: {error}") from None
     return files
-

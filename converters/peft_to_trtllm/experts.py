@@ -14,7 +14,6 @@ Source: PEFT 0.21 `tuners/lora/layer.py`, ParamWrapper.
 from __future__ import annotations
 
 from peft_to_trtllm.base import Base
-from peft_to_trtllm.fields import Settings
 from peft_to_trtllm.modules import Adapted
 from peft_to_trtllm.report import Findings
 from peft_to_trtllm.rows import Block, Factors
@@ -22,7 +21,9 @@ from peft_to_trtllm.scale import ScaleRules
 
 _MODULES = frozenset({"mlp.experts", "block_sparse_moe.experts", "feed_forward.experts"})
 
-GATE_FIRST = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "llama4_text", "glm4_moe", "ernie4_5_moe"})
+GATE_FIRST = frozenset(
+    {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "llama4_text", "glm4_moe", "ernie4_5_moe"}
+)
 """model_types whose gate_up_proj is [gate; up], each in one piece (transformers 5; GPT-OSS interleaves them)."""
 
 
@@ -35,8 +36,6 @@ def experts_leaf(leaf: str) -> bool:
 
 def place_experts(
     adapted: Adapted,
-    layer: int,
-    settings: Settings,
     base: Base | None,
     scales: ScaleRules,
     problems: Findings,
@@ -47,7 +46,7 @@ def place_experts(
         problems.add(
             "base-needed",
             a.name,
-            "experts adapted through target_parameters: which parameter this is, the shapes only say beside the base's sizes",
+            "experts adapted through target_parameters: only the base's sizes say which parameter this is",
             "the base's config.json with hidden size, expert size and number of experts (--base)",
         )
         return []
@@ -58,7 +57,8 @@ def place_experts(
         problems.add(
             "shape",
             a.name,
-            f"shape mismatch: {d_in} -> {d_out} is neither gate_up_proj ({hidden} -> {2 * inter}) nor down_proj ({inter} -> {hidden})",
+            f"shape mismatch: {d_in} -> {d_out} is neither gate_up_proj ({hidden} -> {2 * inter}) "
+            f"nor down_proj ({inter} -> {hidden})",
             "an adapter trained on this base; give the config.json of the base it was trained on",
         )
         return []
@@ -92,7 +92,8 @@ def _factors(adapted: Adapted, path: str, experts: int, scales: ScaleRules, prob
         problems.add(
             "rank",
             a.name,
-            f"A has {a.shape[0]} rows and B {b.shape[1]} columns, {experts} experts of rank {rule.rank} have {experts * rule.rank}",
+            f"A has {a.shape[0]} rows and B {b.shape[1]} columns; "
+            f"{experts} experts of rank {rule.rank} have {experts * rule.rank}",
             "r and rank_pattern as they were in training, and the base's own number of experts",
         )
         return None

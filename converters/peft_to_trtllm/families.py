@@ -42,7 +42,7 @@ def _one(module: str) -> Leaf:
     return Leaf((module,))
 
 
-Q, K, V, O = _one("attn_q"), _one("attn_k"), _one("attn_v"), _one("attn_dense")
+Q, K, V, DENSE = _one("attn_q"), _one("attn_k"), _one("attn_v"), _one("attn_dense")
 GATE, UP, DOWN = _one("mlp_h_to_4h"), _one("mlp_gate"), _one("mlp_4h_to_h")
 FC = _one("mlp_h_to_4h")
 QKV = Leaf(("attn_q", "attn_k", "attn_v"))
@@ -54,7 +54,7 @@ ROUTER = _one("moe_router")
 COMMON: Mapping[str, Leaf] = {
     **{f"{attn}.{leaf}": target
        for attn in ("self_attn", "attn", "attention", "self_attention")
-       for leaf, target in (("q_proj", Q), ("k_proj", K), ("v_proj", V), ("o_proj", O))},
+       for leaf, target in (("q_proj", Q), ("k_proj", K), ("v_proj", V), ("o_proj", DENSE))},
     **{f"{mlp}.{leaf}": target
        for mlp in ("mlp", "feed_forward")
        for leaf, target in (("gate_proj", GATE), ("up_proj", UP), ("down_proj", DOWN))},
@@ -70,49 +70,56 @@ COMMON: Mapping[str, Leaf] = {
 _LLAMA: Mapping[str, Leaf] = {}
 _PHI3: Mapping[str, Leaf] = {"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}
 _GLM: Mapping[str, Leaf] = {"mlp.gate_up_proj": GATE_UP}
-_GPT2: Mapping[str, Leaf] = {"attn.c_attn": QKV, "attn.c_proj": O, "mlp.c_fc": FC, "mlp.c_proj": DOWN}
+_GPT2: Mapping[str, Leaf] = {"attn.c_attn": QKV, "attn.c_proj": DENSE, "mlp.c_fc": FC, "mlp.c_proj": DOWN}
 _BIGCODE: Mapping[str, Leaf] = {**_GPT2, "attn.c_attn": QKV_GROUPED}
 _NEOX: Mapping[str, Leaf] = {
-    "attention.query_key_value": QKV_GROUPED, "attention.dense": O, "mlp.dense_h_to_4h": FC, "mlp.dense_4h_to_h": DOWN,
+    "attention.query_key_value": QKV_GROUPED, "attention.dense": DENSE,
+    "mlp.dense_h_to_4h": FC, "mlp.dense_4h_to_h": DOWN,
 }  # fmt: skip
 _BLOOM: Mapping[str, Leaf] = {
-    "self_attention.query_key_value": QKV_GROUPED, "self_attention.dense": O,
+    "self_attention.query_key_value": QKV_GROUPED, "self_attention.dense": DENSE,
+
     "mlp.dense_h_to_4h": FC, "mlp.dense_4h_to_h": DOWN,
 }  # fmt: skip
 _PERSIMMON: Mapping[str, Leaf] = {
-    "self_attn.query_key_value": QKV_GROUPED, "self_attn.dense": O, "mlp.dense_h_to_4h": FC, "mlp.dense_4h_to_h": DOWN,
+    "self_attn.query_key_value": QKV_GROUPED, "self_attn.dense": DENSE,
+    "mlp.dense_h_to_4h": FC, "mlp.dense_4h_to_h": DOWN,
 }  # fmt: skip
 _CHATGLM1: Mapping[str, Leaf] = {
-    "attention.query_key_value": QKV_GROUPED, "attention.dense": O, "mlp.dense_h_to_4h": FC, "mlp.dense_4h_to_h": DOWN,
+    "attention.query_key_value": QKV_GROUPED, "attention.dense": DENSE,
+    "mlp.dense_h_to_4h": FC, "mlp.dense_4h_to_h": DOWN,
 }  # fmt: skip
 _CHATGLM: Mapping[str, Leaf] = {
-    "self_attention.query_key_value": QKV, "self_attention.dense": O,
+    "self_attention.query_key_value": QKV, "self_attention.dense": DENSE,
     "mlp.dense_h_to_4h": GATE_UP, "mlp.dense_4h_to_h": DOWN,
 }  # fmt: skip
 _CHATGLM_NO_GROUPS: Mapping[str, Leaf] = {**_CHATGLM, "self_attention.query_key_value": QKV_GROUPED}
 _INTERNLM2: Mapping[str, Leaf] = {
-    "attention.wqkv": QKV_GROUPED, "attention.wo": O, "feed_forward.w1": GATE, "feed_forward.w3": UP, "feed_forward.w2": DOWN,
+    "attention.wqkv": QKV_GROUPED, "attention.wo": DENSE,
+    "feed_forward.w1": GATE, "feed_forward.w3": UP, "feed_forward.w2": DOWN,
 }  # fmt: skip
 _QWEN: Mapping[str, Leaf] = {
-    "attn.c_attn": QKV, "attn.c_proj": O, "mlp.w2": GATE, "mlp.w1": UP, "mlp.c_proj": DOWN,
+    "attn.c_attn": QKV, "attn.c_proj": DENSE, "mlp.w2": GATE, "mlp.w1": UP, "mlp.c_proj": DOWN,
 }  # fmt: skip
 _BAICHUAN: Mapping[str, Leaf] = {"self_attn.W_pack": QKV}
-_MPT: Mapping[str, Leaf] = {"attn.Wqkv": QKV, "attn.out_proj": O, "ffn.up_proj": FC, "ffn.down_proj": DOWN}
-_FC1_FC2: Mapping[str, Leaf] = {"self_attn.out_proj": O, "fc1": FC, "fc2": DOWN}
-_PHI: Mapping[str, Leaf] = {"self_attn.dense": O, "mlp.fc1": FC, "mlp.fc2": DOWN}
+_MPT: Mapping[str, Leaf] = {"attn.Wqkv": QKV, "attn.out_proj": DENSE, "ffn.up_proj": FC, "ffn.down_proj": DOWN}
+_FC1_FC2: Mapping[str, Leaf] = {"self_attn.out_proj": DENSE, "fc1": FC, "fc2": DOWN}
+_PHI: Mapping[str, Leaf] = {"self_attn.dense": DENSE, "mlp.fc1": FC, "mlp.fc2": DOWN}
 _STARCODER2: Mapping[str, Leaf] = {"mlp.c_fc": FC, "mlp.c_proj": DOWN}
-_GPTJ: Mapping[str, Leaf] = {"attn.out_proj": O, "mlp.fc_in": FC, "mlp.fc_out": DOWN}
+_GPTJ: Mapping[str, Leaf] = {"attn.out_proj": DENSE, "mlp.fc_in": FC, "mlp.fc_out": DOWN}
 _CODEGEN: Mapping[str, Leaf] = {**_GPTJ, "attn.qkv_proj": Leaf(("attn_q", "attn_v", "attn_k"), "codegen")}
 _GPT_NEO: Mapping[str, Leaf] = {
-    "attn.attention.q_proj": Q, "attn.attention.k_proj": K, "attn.attention.v_proj": V, "attn.attention.out_proj": O,
+    "attn.attention.q_proj": Q, "attn.attention.k_proj": K,
+    "attn.attention.v_proj": V, "attn.attention.out_proj": DENSE,
     "mlp.c_fc": FC, "mlp.c_proj": DOWN,
 }  # fmt: skip
 _EXAONE: Mapping[str, Leaf] = {
-    "attn.attention.q_proj": Q, "attn.attention.k_proj": K, "attn.attention.v_proj": V, "attn.attention.out_proj": O,
+    "attn.attention.q_proj": Q, "attn.attention.k_proj": K,
+    "attn.attention.v_proj": V, "attn.attention.out_proj": DENSE,
     "mlp.c_fc_0": GATE, "mlp.c_fc_1": UP, "mlp.c_proj": DOWN,
 }  # fmt: skip
 _UNGATED: Mapping[str, Leaf] = {"mlp.up_proj": FC, "mlp.down_proj": DOWN}
-_DBRX: Mapping[str, Leaf] = {"norm_attn_norm.attn.Wqkv": QKV, "norm_attn_norm.attn.out_proj": O}
+_DBRX: Mapping[str, Leaf] = {"norm_attn_norm.attn.Wqkv": QKV, "norm_attn_norm.attn.out_proj": DENSE}
 
 FAMILIES: Mapping[str, Mapping[str, Leaf]] = {
     **dict.fromkeys(

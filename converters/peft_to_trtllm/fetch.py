@@ -6,6 +6,7 @@ URL comes, and finds endpoint and credentials by its own rules (environment, pro
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,11 +62,11 @@ def _fetch(url: str, bucket: str, prefix: str, directory: Path) -> None:
 
 def _client() -> tuple[Any, tuple[type[Exception], ...]]:
     try:
-        import boto3
-        from botocore.exceptions import BotoCoreError, ClientError
+        boto3 = importlib.import_module("boto3")
+        exceptions = importlib.import_module("botocore.exceptions")
     except ImportError:
         raise InputError("reading s3:// needs boto3, which is not installed") from None
     try:
-        return boto3.client("s3"), (BotoCoreError, ClientError, OSError)
-    except BotoCoreError as error:
+        return boto3.client("s3"), (exceptions.BotoCoreError, exceptions.ClientError, OSError)
+    except (exceptions.BotoCoreError, ValueError) as error:
         raise InputError(f"S3: {error}") from None

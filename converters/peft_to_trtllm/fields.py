@@ -59,7 +59,7 @@ NO_EFFECT = frozenset(
 MUST_BE_OFF: Mapping[str, tuple[str, str]] = {
     "modules_to_save": (
         "modules-to-save",
-        "whole trained matrices cannot travel in lora_weights; train without modules_to_save, or merge them into the base",
+        "whole trained matrices cannot travel in lora_weights; train without them, or merge them into the base",
     ),
     "trainable_token_indices": (
         "trainable-tokens",
@@ -109,7 +109,7 @@ def read_settings(config: Mapping[str, Any], *, has_base_weights: bool, problems
                 "unknown-field",
                 f"adapter_config.json {name}",
                 f"a field this converter does not know is on: {name} is {_short(value)}",
-                "what it does to the weights is not known here; if it has no effect at inference, remove it or set it to null",
+                "what it does to the weights is not known here; if it does nothing at inference, set it to null",
             )
     use_dora = reader.flag("use_dora")
     if use_dora and not has_base_weights:
@@ -184,7 +184,9 @@ def _block_diagonal(value: Any, problems: Findings) -> BlockDiagonal | None:
     where = "adapter_config.json use_bdlora"
     known = {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"}
     if not isinstance(value, dict) or not set(value) <= known:
-        problems.add("bd-lora", where, f"use_bdlora is {_short(value)}", f"an object with only {', '.join(sorted(known))}")
+        problems.add(
+            "bd-lora", where, f"use_bdlora is {_short(value)}", f"an object with only {', '.join(sorted(known))}"
+        )
         return None
     nblocks = value.get("nblocks", 1)
     if type(nblocks) is not int or nblocks < 1:

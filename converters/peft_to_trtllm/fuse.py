@@ -42,9 +42,7 @@ def fuse(plan: Plan, fused: Sequence[str], tp_size: int, dims: Dimensions, probl
     return replace(plan, rows=tuple(sorted(rows, key=lambda row: (row.layer, row.module_id))))
 
 
-def _join(
-    module: str, parts: Mapping[str, Row], tp_size: int, dims: Dimensions, problems: Findings
-) -> Row | None:
+def _join(module: str, parts: Mapping[str, Row], tp_size: int, dims: Dimensions, problems: Findings) -> Row | None:
     first = next(iter(parts.values()))
     where = f"{module} of layer {first.layer}"
     if any(row.magnitude for row in parts.values()):
@@ -54,10 +52,17 @@ def _join(
     for name in PARTS[module]:
         size = parts[name].d_out if name in parts else dims.known(SYMBOLS[name][1], first.layer)
         if size is None:
-            problems.add("base-needed", where, f"the width of the absent {name} is not known", "the base's config.json (--base)")
+            problems.add(
+                "base-needed", where, f"the width of the absent {name} is not known", "the base's config.json (--base)"
+            )
             return None
         if size % tp_size:
-            problems.add("fused", where, f"{name} has {size} rows, which {tp_size} ranks cannot share", "separate ids (no --fused)")
+            problems.add(
+                "fused",
+                where,
+                f"{name} has {size} rows, which {tp_size} ranks cannot share",
+                "separate ids (no --fused)",
+            )
             return None
         sizes.append(size)
     outs = dict(zip(PARTS[module], _outs(sizes, tp_size), strict=True))

@@ -1,25 +1,22 @@
-"""One conversion, step by step: open, judge, plan, check, compute. `api.py` holds the public calls.
+"""One conversion, step by step: open, judge, plan, check. What is left then is a `Conversion`, ready to compute.
 
-A `Job` keeps what the steps share. Its steps add problems to the report and go on as far as they can, so that a person
-sees every reason at once.
+The steps add problems to the report and go on as far as they can, so that a person sees every reason at once.
+`api.py` holds the public calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-
-from trtllm_lora import BundleFacts, EngineShape, ShapeError
-from trtllm_lora.shape import DTYPES, read_json
+from typing import Any
 
 from peft_to_trtllm.adapter import CONFIG, Adapter, open_adapter
 from peft_to_trtllm.base import Base, read_base
-from peft_to_trtllm.convert import convert_rows
+from peft_to_trtllm.convert import Magnitude, convert_rows
 from peft_to_trtllm.errors import InputError
-from peft_to_trtllm.fetch import fetched
 from peft_to_trtllm.fields import Settings, read_settings
 from peft_to_trtllm.fuse import PARTS, fuse
 from peft_to_trtllm.modules import Adapted, collect_modules
@@ -29,6 +26,8 @@ from peft_to_trtllm.report import Report
 from peft_to_trtllm.rounding import Array
 from peft_to_trtllm.rows import Plan
 from peft_to_trtllm.tensor_file import FileProblem
+from trtllm_lora import BundleFacts, EngineShape, ShapeError
+from trtllm_lora.shape import DTYPES, read_json
 
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
@@ -51,15 +50,57 @@ class Request:
     tp_size: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """An adapter that nothing but its values can still speak against."""
+
+    adapter: Adapter
+    plan: Plan
+    settings: Settings
+    dtype: str
+    tp_size: int
+    num_layers: int | None
+    name: str
+    report: Report
+    magnitude: Magnitude | None
+
+    def rows(self, progress: Progress | None = None) -> Iterator[tuple[int, Array]]:
+        """(row number, values) of every row; see `convert.convert_rows`."""
+        file, problems = self.adapter.file, self.report.problems
+        try:
+            for number, values in convert_rows(self.plan, file, self.dtype, problems, self.magnitude):
+                yield number, values
+                if progress:
+                    progress(number + 1, len(self.plan.rows))
+        except FileProblem as problem:
+            problems.add(problem.rule, str(file.path), str(problem), "the file as it was saved")
+
+    def facts(self, source_sha256: str) -> BundleFacts:
+        """What the manifest says beside the arrays; `source_sha256` is the hash of the tensors' file."""
+        return BundleFacts(
+            adapter=self.name,
+            dtype=self.dtype,
+            base_model=self.settings.base_model,
+            base_revision=self.settings.base_revision,
+            modules={row.module: (row.d_in, row.d_out) for row in self.plan.rows},
+            num_layers=self.num_layers,
+            tp_size=self.tp_size,
+            scales=dict(sorted(self.plan.scales.items())),
+            source_sha256={CONFIG: self.adapter.config_sha256, self.adapter.file.path.name: source_sha256},
+            tool=TOOL,
+        )
+
+
 class Job:
-    """Judges and computes one adapter; a context manager that holds its files open."""
+    """Judges one adapter; a context manager that holds its files open.
+
+    Inside, `report` is the judgement, and `conversion` is there if nothing stands against it so far.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.report = Report(request.adapter)
-        self.settings = Settings()
-        self.adapter: Adapter | None = None
-        self.plan: Plan | None = None
+        self.conversion: Conversion | None = None
         self._resources = ExitStack()
 
     def __enter__(self) -> Job:
@@ -77,115 +118,101 @@ class Job:
 
     def _open(self) -> None:
         request = self.request
-        self.shape, engine_config = _engine(request.engine)
-        self.base = read_base(request.base) if request.base else None
-        if self.base is None and self.shape and request.engine:
-            self.base = base_of_engine(self.shape, engine_config, str(request.engine))
-        self.dtype = self._dtype()
-        self.report.dtype = self.dtype
-        self.tp_size = self._tp_size()
-        path = self._resources.enter_context(fetched(request.adapter))
-        self.adapter = open_adapter(path, self.report.problems)
-        if self.adapter:
-            self._resources.callback(self.adapter.file.close)
-            self._judge(self.adapter)
+        self._shape, engine_config = _engine(request.engine)
+        self._base = read_base(request.base) if request.base else None
+        if self._base is None and self._shape:
+            self._base = base_of_engine(self._shape, engine_config, str(request.engine))
+        self._dtype = self.report.dtype = _dtype(request, self._shape, self._base)
+        self._tp_size = _tp_size(request, self._shape)
+        adapter = open_adapter(self._local(request.adapter), self.report.problems)
+        if adapter:
+            self._resources.callback(adapter.file.close)
+            self._judge(adapter)
+
+    def _local(self, adapter: str) -> Path:
+        if "://" not in adapter:
+            return Path(adapter)
+        from peft_to_trtllm.fetch import fetched
+
+        return self._resources.enter_context(fetched(adapter))
 
     def _judge(self, adapter: Adapter) -> None:
-        report = self.report
-        has_weights = self.request.base_weights is not None
-        self.settings = read_settings(adapter.config, has_base_weights=has_weights, problems=report.problems)
+        report, weights = self.report, self.request.base_weights
+        settings = read_settings(adapter.config, has_base_weights=weights is not None, problems=report.problems)
         if report.problems.counts["peft-type"]:
             return  # the tensors of another method would only repeat it
         modules = collect_modules(adapter.file.tensors, report)
-        self._judge_extras(modules)
-        planner = Planner(self.settings, self.base, report)
+        self._judge_biases(adapter, settings, modules)
+        self._judge_magnitudes(settings, modules)
+        planner = Planner(settings, self._base, report)
         plan = planner.plan(modules)
         if plan and self.request.fused:
-            plan = fuse(plan, self.request.fused, self.tp_size, planner.dims, report.problems)
-        if plan:
-            self._check(plan)
-        self.plan = plan if report.ok else None
+            plan = fuse(plan, self.request.fused, self._tp_size, planner.dims, report.problems)
+        if plan is None or not report.ok:
+            return
+        magnitude = self._check(plan, adapter)
+        if report.ok:
+            layers = self._base.layers if self._base else None
+            name = self.request.name or adapter.name
+            self.conversion = Conversion(
+                adapter, plan, settings, self._dtype, self._tp_size, layers, name, report, magnitude
+            )
 
-    def _judge_extras(self, modules: Sequence[Adapted]) -> None:
+    def _judge_biases(self, adapter: Adapter, settings: Settings, modules: Sequence[Adapted]) -> None:
         problems = self.report.problems
-        biased = [adapted for adapted in modules if adapted.bias]
-        assert self.adapter
-        for adapted in biased:
-            assert adapted.bias
-            if self.adapter.file.read(adapted.bias, "bias").any():
+        for bias in (adapted.bias for adapted in modules):
+            if bias and adapter.file.read(bias).any():
                 wanted = "train with lora_bias=False; lora_weights has no place for a bias"
-                problems.add("bias", adapted.bias.name, "a bias on lora_B (lora_bias) that is not zero", wanted)
-        if self.settings.lora_bias and len(biased) < len(modules):
-            problems.add("bias", "adapter_config.json lora_bias", "lora_bias is on, and a bias is missing in the file", "every lora_B.bias, all zero")
+                problems.add("bias", bias.name, "a bias on lora_B (lora_bias) that is not zero", wanted)
+            if bias is None and settings.lora_bias:
+                found = "lora_bias is on, and a lora_B.bias is missing in the file"
+                problems.add("bias", "adapter_config.json lora_bias", found, "every lora_B.bias, all zero")
+
+    def _judge_magnitudes(self, settings: Settings, modules: Sequence[Adapted]) -> None:
+        problems = self.report.problems
         for adapted in modules:
-            if adapted.magnitude is None and self.settings.use_dora:
+            if adapted.magnitude is None and settings.use_dora:
                 found = "use_dora is on, and this module has no lora_magnitude_vector"
                 problems.add("dora", adapted.path, found, "a file with every magnitude")
-            if adapted.magnitude is not None and not self.settings.use_dora:
+            if adapted.magnitude is not None and not settings.use_dora:
                 found = "a DoRA magnitude in a file whose config has use_dora off"
                 problems.add("dora", adapted.magnitude.name, found, "use_dora as it was in training")
 
-    def _check(self, plan: Plan) -> None:
-        if self.shape and self.request.engine:
-            check_engine(plan, self.shape, self.dtype, self.tp_size, str(self.request.engine), self.report)
+    def _check(self, plan: Plan, adapter: Adapter) -> Magnitude | None:
+        if self._shape:
+            check_engine(plan, self._shape, self._dtype, self._tp_size, str(self.request.engine), self.report)
         else:
             check_without_engine(plan, self.report)
-        if plan.columns == 4 and self.request.base_weights:
-            from peft_to_trtllm.dora import BaseWeights
+        if plan.columns == 3 or self.request.base_weights is None:
+            return None
+        from peft_to_trtllm.dora import BaseWeights
 
-            self.weights = self._resources.enter_context(BaseWeights(self.request.base_weights, self.base))
-            self.weights.check(plan, self.report.problems)
+        weights = self._resources.enter_context(BaseWeights(self.request.base_weights, self._base))
+        weights.check(plan, self.report.problems)
+        return lambda row: weights.normalised(row, adapter.file)
 
-    def rows(self, progress: Progress | None = None) -> Iterator[tuple[int, Array]]:
-        """(row number, values) of every row; see `convert.convert_rows`."""
-        assert self.adapter and self.plan
-        file = self.adapter.file
-        dora = (lambda row: self.weights.normalised(row, file)) if self.plan.columns == 4 else None
-        try:
-            for number, values in convert_rows(self.plan, file, self.dtype, self.report.problems, dora):
-                yield number, values
-                if progress:
-                    progress(number + 1, len(self.plan.rows))
-        except FileProblem as problem:
-            self.report.problems.add(problem.rule, str(file.path), str(problem), "the file as it was saved")
 
-    def facts(self, source_sha256: str) -> BundleFacts:
-        """What the manifest says beside the arrays; `source_sha256` is the hash of the tensors' file."""
-        assert self.adapter and self.plan
-        settings, adapter = self.settings, self.adapter
-        return BundleFacts(
-            adapter=self.request.name or adapter.name,
-            dtype=self.dtype,
-            base_model=settings.base_model,
-            base_revision=settings.base_revision,
-            modules={row.module: (row.d_in, row.d_out) for row in self.plan.rows},
-            num_layers=self.base.layers if self.base else None,
-            tp_size=self.tp_size,
-            scales=dict(sorted(self.plan.scales.items())),
-            source_sha256={CONFIG: adapter.config_sha256, adapter.file.path.name: source_sha256},
-            tool=TOOL,
-        )
-
-    def _dtype(self) -> str:
-        asked = self.request.dtype or (self.shape.dtype if self.shape else None) or (self.base.dtype if self.base else None)
-        if asked in DTYPES:
-            return str(asked)
-        if asked is None:
-            raise InputError("no dtype: say --dtype, or give --engine or a --base that states one")
+def _dtype(request: Request, shape: EngineShape | None, base: Base | None) -> str:
+    asked = request.dtype or (shape.dtype if shape else None) or (base.dtype if base else None)
+    if asked is None:
+        raise InputError("no dtype: say --dtype, or give --engine or a --base that states one")
+    if asked not in DTYPES:
         raise InputError(f"dtype {asked!r} is none of {', '.join(DTYPES)}")
-
-    def _tp_size(self) -> int:
-        unknown = [module for module in self.request.fused if module not in PARTS]
-        if unknown:
-            raise InputError(f"fused module {unknown[0]!r} is none of {', '.join(PARTS)}")
-        if not self.request.fused:
-            return 1
-        if self.request.tp_size is not None and self.request.tp_size < 1:
-            raise InputError(f"tp size {self.request.tp_size} must be 1 or more")
-        return self.request.tp_size or (self.shape.tp_size if self.shape else 1)
+    return asked
 
 
-def _engine(path: Path | None) -> tuple[EngineShape | None, dict[str, object]]:
+def _tp_size(request: Request, shape: EngineShape | None) -> int:
+    unknown = [module for module in request.fused if module not in PARTS]
+    if unknown:
+        raise InputError(f"fused module {unknown[0]!r} is none of {', '.join(PARTS)}")
+    if not request.fused:
+        return 1
+    if request.tp_size is not None and request.tp_size < 1:
+        raise InputError(f"tp size {request.tp_size} must be 1 or more")
+    return request.tp_size or (shape.tp_size if shape else 1)
+
+
+def _engine(path: Path | None) -> tuple[EngineShape | None, Mapping[str, Any]]:
     if path is None:
         return None, {}
     try:

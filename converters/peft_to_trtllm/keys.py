@@ -87,7 +87,8 @@ _REFUSED_COMPONENTS: Mapping[str, Refused] = {
 }
 
 _OTHER_METHOD_WORDS = (
-    "hada_", "lokr_", "oft_", "boft_", "ia3_", "vera_", "poly_lora", "prompt_embeddings", "prompt_encoder", "fourierft_",
+    "hada_", "lokr_", "oft_", "boft_", "ia3_", "vera_", "poly_lora", "prompt_embeddings", "prompt_encoder",
+    "fourierft_",
     "hra_", "randlora_", "vblora_", "bone_", "shira_", "miss_", "road_", "c3a_", "waveft_", "internal_xlora",
 )  # fmt: skip
 
@@ -97,8 +98,20 @@ _TOWERS = (
     "speech", "perceiver", "resampler", "qformer",
 )  # fmt: skip
 _LAYER_WORDS = frozenset({"layers", "h", "blocks", "block", "layer"})
-PREFIX_WORDS = frozenset({"model", "language_model", "llm", "transformer", "gpt_neox", "text_model", "thinker", "backbone"})
-_WHOLE_OUTSIDE = ("embed", "wte", "wpe", "word_embeddings", "lm_head", "output_layer", "embed_out", "score", "classifier")
+PREFIX_WORDS = frozenset(
+    {"model", "language_model", "llm", "transformer", "gpt_neox", "text_model", "thinker", "backbone"}
+)
+_WHOLE_OUTSIDE = (
+    "embed",
+    "wte",
+    "wpe",
+    "word_embeddings",
+    "lm_head",
+    "output_layer",
+    "embed_out",
+    "score",
+    "classifier",
+)
 
 
 def parse_key(key: str) -> Part | Ignored | Refused:
@@ -118,7 +131,9 @@ def parse_key(key: str) -> Part | Ignored | Refused:
     elif tail[-1:] == ["weight"]:
         tail = tail[:-1]
     elif role != "magnitude":
-        return _unknown(f"the key ends in {'.'.join(parts[index:])[:80]!r}", f"{component}.weight, or {component}.<adapter>.weight")
+        return _unknown(
+            f"the key ends in {'.'.join(parts[index:])[:80]!r}", f"{component}.weight, or {component}.<adapter>.weight"
+        )
     if len(set(tail)) > 1 or len(tail) > 2:
         return _unknown(f"several names after {component}: {'.'.join(tail)[:80]!r}", "one adapter's name at most")
     path = ".".join(_unwrapped(parts[:index]))
@@ -135,7 +150,7 @@ def parse_path(path: str) -> Place | Refused:
             return Refused(
                 "tower",
                 f"LoRA on {part!r}, which is not part of the language model",
-                "the engine's LoRA covers the language model only; train without it (target_modules as a regular expression)",
+                "the engine's LoRA covers the language model only; train without it (target_modules as a regex)",
             )
     at = next((i for i in range(len(parts) - 1) if parts[i] in _LAYER_WORDS and _is_number(parts[i + 1])), None)
     if at is None or at + 2 >= len(parts):
@@ -161,12 +176,18 @@ def _without_component(parts: list[str]) -> Refused:
     if any(part.startswith(_OTHER_METHOD_WORDS) for part in parts):
         return Refused("peft-type", _OTHER_METHOD, _ONLY_LORA)
     if last == "bias":
-        return Refused("bias", "a bias of the base was trained", "lora_weights has no place for a bias; train with bias='none'")
+        return Refused(
+            "bias", "a bias of the base was trained", "lora_weights has no place for a bias; train with bias='none'"
+        )
     if last.endswith(("_scale", "_scale_inv", "absmax", "quant_map", "SCB", "qweight", "qzeros", "scales")):
-        return Refused("quantised-tensors", "a quantised tensor or its scale", "save the adapter in a floating-point type")
+        return Refused(
+            "quantised-tensors", "a quantised tensor or its scale", "save the adapter in a floating-point type"
+        )
     if last == "weight":
         found = f"not a LoRA factor but a whole trained weight ({'.'.join(_unwrapped(parts)[-3:])})"
-        return Refused("modules-to-save", found, "whole matrices (modules_to_save) cannot travel in lora_weights; " + _MERGE)
+        return Refused(
+            "modules-to-save", found, "whole matrices (modules_to_save) cannot travel in lora_weights; " + _MERGE
+        )
     return _unknown("a key this converter does not know", "only keys that PEFT writes for LoRA")
 
 
@@ -178,7 +199,11 @@ def _outside(parts: tuple[str, ...]) -> Refused:
             f"LoRA on {leaf!r}",
             "TensorRT-LLM has no LoRA module for embeddings, lm_head or heads; " + _MERGE,
         )
-    return Refused("unknown-module", f"{'.'.join(parts)[:120]!r} names no layer", "<prefix>.layers.N.<module>, as the base's modules are called")
+    return Refused(
+        "unknown-module",
+        f"{'.'.join(parts)[:120]!r} names no layer",
+        "<prefix>.layers.N.<module>, as the base's modules are called",
+    )
 
 
 def _unknown(found: str, wanted: str) -> Refused:

@@ -40,18 +40,23 @@ def collect_modules(tensors: Mapping[str, Tensor], report: Report) -> list[Adapt
             _place(places, meaning, key, tensor, problems)
     named = {name: key for name, key in names.items() if name}
     if len(named) > 1:
-        problems.add("two-adapters", ", ".join(named.values()), f"tensors of several adapters: {', '.join(named)}", "one adapter in a file")
+        problems.add(
+            "two-adapters",
+            ", ".join(named.values()),
+            f"tensors of several adapters: {', '.join(named)}",
+            "one adapter in a file",
+        )
     if not tensors:
         problems.add("no-tensors", "the file", "it holds no tensors", "an adapter with LoRA factors")
     return [found for path, roles in places.items() if (found := _pair(path, roles, problems))]
 
 
-def _place(
-    places: dict[str, dict[Role, Tensor]], part: Part, key: str, tensor: Tensor, problems: Findings
-) -> None:
+def _place(places: dict[str, dict[Role, Tensor]], part: Part, key: str, tensor: Tensor, problems: Findings) -> None:
     roles = places.setdefault(part.path, {})
     if part.role in roles:
-        problems.add("two-keys", key, f"a second key for the same place as {roles[part.role].name}", "one tensor for each place")
+        problems.add(
+            "two-keys", key, f"a second key for the same place as {roles[part.role].name}", "one tensor for each place"
+        )
     roles[part.role] = tensor
 
 
@@ -61,14 +66,20 @@ def _pair(path: str, roles: Mapping[Role, Tensor], problems: Findings) -> Adapte
         problems.add(
             "empty-tensor",
             tensor.name,
-            f"an empty tensor of shape {list(tensor.shape)}: saved from a partitioned (ZeRO-3, FSDP) model without gathering",
+            f"an empty tensor of shape {list(tensor.shape)}: "
+            "saved from a partitioned (ZeRO-3, FSDP) model without gathering",
             "gather the weights before saving (stage3_gather_16bit_weights_on_model_save), and save again",
         )
     a, b = roles.get("A"), roles.get("B")
     if a is None or b is None:
         missing = [f"lora_{role}" for role in ("A", "B") if role not in roles]
         present = next(iter(roles.values()))
-        problems.add("unpaired", present.name, f"incomplete: {path} has no {' and no '.join(missing)}", "lora_A and lora_B for each module")
+        problems.add(
+            "unpaired",
+            present.name,
+            f"incomplete: {path} has no {' and no '.join(missing)}",
+            "lora_A and lora_B for each module",
+        )
         return None
     if empty or not _is_matrix_pair(a, b, problems):
         return None

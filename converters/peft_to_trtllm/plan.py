@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from peft_to_trtllm.base import Base
 from peft_to_trtllm.dims import SYMBOLS, Dimensions
 from peft_to_trtllm.experts import experts_leaf, place_experts
@@ -20,6 +18,7 @@ from peft_to_trtllm.modules import Adapted
 from peft_to_trtllm.report import Match, Report
 from peft_to_trtllm.rows import Block, Factors, Plan, Row
 from peft_to_trtllm.scale import ScaleRules
+from peft_to_trtllm.split import split_leaf
 from peft_to_trtllm.stored import stored_factors
 
 MOE_MODULES = frozenset({"moe_h_to_4h", "moe_4h_to_h", "moe_gate"})
@@ -59,7 +58,9 @@ class Planner:
                 "PEFT passes over it silently too; check its spelling",
             )
         if not targets and not self.problems:
-            self.problems.add("no-tensors", "the file", "not one tensor lands in the model", "an adapter that changes something")
+            self.problems.add(
+                "no-tensors", "the file", "not one tensor lands in the model", "an adapter that changes something"
+            )
         rows = self._rows(targets)
         if self.problems:
             return None
@@ -87,10 +88,10 @@ class Planner:
         d_in, d_out = factors.a.shape[1] * factors.a_repeat * factors.a_blocks, factors.b.shape[0]
         targets = self._split(adapted, place, leaf, factors, d_in, d_out, expert)
         if targets:
-            self._note(adapted, place, factors, leaf.modules)
+            self._note(place, factors, leaf.modules)
         return targets
 
-    def _note(self, adapted: Adapted, place: Place, factors: Factors, modules: tuple[str, ...], remark: str = "") -> None:
+    def _note(self, place: Place, factors: Factors, modules: tuple[str, ...], remark: str = "") -> None:
         leaf = ".".join(place.leaf)
         match = Match(leaf, place.layer, factors.rank, factors.scale, modules, remark)
         self.report.matches.append(match)
@@ -110,7 +111,9 @@ class Planner:
         if all(part in PREFIX_WORDS for part in place.prefix):
             return True
         rest = tuple(part for part in place.prefix if part not in PREFIX_WORDS)
-        if (rest == ("decoder",) and model_type in DECODER_PREFIX) or (rest == ("encoder",) and model_type == "chatglm"):
+        if (rest == ("decoder",) and model_type in DECODER_PREFIX) or (
+            rest == ("encoder",) and model_type == "chatglm"
+        ):
             return True
         named = ".".join(place.prefix)
         what = "part of an encoder-decoder, or of a family whose config.json is needed (--base)"
@@ -131,8 +134,12 @@ class Planner:
         families = families_with(leaf)
         kind = f"the base's model_type {self.base.model_type!r}" if self.base else "an unknown base"
         if families:
-            wanted = f"the base's config.json (--base) with one of the families that define it: {', '.join(families[:12])}"
-            self.problems.add("base-needed", adapted.a.name, f"what the rows of {leaf!r} mean is not defined for {kind}", wanted)
+            wanted = (
+                f"the base's config.json (--base) with one of the families that define it: {', '.join(families[:12])}"
+            )
+            self.problems.add(
+                "base-needed", adapted.a.name, f"what the rows of {leaf!r} mean is not defined for {kind}", wanted
+            )
             return
         wanted = "a rule for this leaf in families.py: which module it is and, if fused, the order of its rows"
         self.problems.add("unknown-module", adapted.a.name, f"no rule says what {leaf!r} is in {kind}", wanted)
@@ -151,63 +158,20 @@ class Planner:
     def _split(
         self, adapted: Adapted, place: Place, leaf: Leaf, factors: Factors, d_in: int, d_out: int, expert: int | None
     ) -> list[Target]:
-        pieces = self._pieces(leaf, place.layer, d_out, adapted)
         targets = []
-        for module, rows, num_out in pieces:
-            symbol_in, symbol_out = SYMBOLS[module]
-            good = self.dims.check(symbol_in, place.layer, d_in, adapted.a.name, f"the input width of {module}")
-            good &= self.dims.check(symbol_out, place.layer, num_out, adapted.b.name, f"the output width of {module}")
+        pieces = split_leaf(leaf, place.layer, d_out, adapted.b.name, self.base, self.dims, self.problems)
+        for piece in pieces:
+            symbol_in, symbol_out = SYMBOLS[piece.module]
+            layer, a, b = place.layer, adapted.a.name, adapted.b.name
+            good = self.dims.check(symbol_in, layer, d_in, a, f"the input width of {piece.module}")
+            good &= self.dims.check(symbol_out, layer, piece.num_out, b, f"the output width of {piece.module}")
             if good:
-                block = Block(factors, rows, expert=expert or 0)
-                targets.append(Target(module, place.layer, d_in, num_out, block, adapted))
+                block = Block(factors, piece.b_rows, expert=expert or 0)
+                targets.append(Target(piece.module, layer, d_in, piece.num_out, block, adapted))
         return targets
 
-    def _pieces(
-        self, leaf: Leaf, layer: int, d_out: int, adapted: Adapted
-    ) -> list[tuple[str, slice | np.ndarray, int]]:
-        """(target module, its rows of B, how many) of a leaf."""
-        if not leaf.fused:
-            return [(leaf.modules[0], slice(None), d_out)]
-        if leaf.modules == ("mlp_h_to_4h", "mlp_gate"):
-            sizes: list[int | None] = [d_out // 2, d_out - d_out // 2]
-        else:
-            sizes = [self.dims.known(SYMBOLS[module][1], layer) for module in leaf.modules]
-        known = [size for size in sizes if size is not None]
-        if len(known) < len(sizes):
-            self.problems.add(
-                "base-needed",
-                adapted.b.name,
-                "fused q/k/v rows cannot be cut without the numbers of heads, kv heads and their size",
-                "the base's config.json with num_attention_heads, num_key_value_heads and head_dim (--base)",
-            )
-            return []
-        if sum(known) != d_out:
-            self.problems.add(
-                "shape",
-                adapted.b.name,
-                f"shape mismatch: {d_out} output rows where {' + '.join(leaf.modules)} have {' + '.join(map(str, known))}",
-                "an adapter trained on this base; give the config.json of the base it was trained on",
-            )
-            return []
-        return [
-            (module, rows, size)
-            for module, rows, size in zip(leaf.modules, self._row_sets(leaf, known), known, strict=True)
-        ]
-
-    def _row_sets(self, leaf: Leaf, sizes: list[int]) -> list[slice | np.ndarray]:
-        total = np.arange(sum(sizes))
-        if leaf.order == "stacked":
-            ends = np.cumsum(sizes).tolist()
-            return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        assert self.base is not None and self.base.head_size and self.base.kv_heads
-        if leaf.order == "codegen":
-            cores = total.reshape(4, len(sizes), -1)
-            return [cores[:, i].reshape(-1) for i in range(len(sizes))]
-        heads = total.reshape(self.base.kv_heads, -1, self.base.head_size)
-        return [heads[:, :-2].reshape(-1), heads[:, -2].reshape(-1), heads[:, -1].reshape(-1)]
-
     def _expert_targets(self, adapted: Adapted, place: Place) -> list[Target]:
-        found = place_experts(adapted, place.layer, self.settings, self.base, self.scales, self.problems)
+        found = place_experts(adapted, self.base, self.scales, self.problems)
         targets = []
         for module, d_in, d_out, block in found:
             symbol_in, symbol_out = SYMBOLS[module]
@@ -217,7 +181,7 @@ class Planner:
                 targets.append(Target(module, place.layer, d_in, d_out, block, adapted))
         if targets:
             modules = tuple(dict.fromkeys(target.module for target in targets))
-            self._note(adapted, place, targets[0].block.factors, modules, f"{targets[0].block.factors.num_experts} experts")
+            self._note(place, targets[0].block.factors, modules, f"{targets[0].block.factors.num_experts} experts")
         return targets
 
     def _rows(self, targets: list[Target]) -> list[Row]:
@@ -264,4 +228,6 @@ class Planner:
             found = f"expert {where.block.expert} of a base that has {num_experts}"
         else:
             found = "how many experts the base has is not known"
-        self.problems.add("experts", where.adapted.a.name, found, "the base's config.json with its number of experts (--base)")
+        self.problems.add(
+            "experts", where.adapted.a.name, found, "the base's config.json with its number of experts (--base)"
+        )

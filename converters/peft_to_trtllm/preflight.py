@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trtllm_lora import EngineShape
-
 from peft_to_trtllm.base import Base
 from peft_to_trtllm.dims import SYMBOLS
 from peft_to_trtllm.fuse import PARTS
 from peft_to_trtllm.report import Findings, Report
 from peft_to_trtllm.rows import Plan, Row
+from trtllm_lora import EngineShape
 
 _NO_LORA_QUANT = ("SQ", "W8A8_SQ", "SMOOTH", "FP8_ROWWISE", "FP8_PER_CHANNEL")
 
@@ -73,7 +72,8 @@ def check_without_engine(plan: Plan, report: Report) -> None:
         report.warnings.add(
             "attn-dense",
             dense.path,
-            f"attn_dense is {dense.d_in} -> {dense.d_out}; every runtime read so far assumes hidden -> hidden and would cut its rows wrongly",
+            f"attn_dense is {dense.d_in} -> {dense.d_out}; every runtime read so far assumes hidden -> hidden "
+            "and would cut its rows in the wrong place",
             "check the engine with --engine; train without o_proj for it",
         )
     _warn_experts(plan, report)
@@ -107,24 +107,39 @@ def _check_whole_engine(shape: EngineShape, dtype: str, source: str, report: Rep
             "build it with --lora_plugin auto --lora_target_modules … --max_lora_rank …",
         )
     if dtype != shape.dtype:
-        problems.add("engine-dtype", "dtype", f"{dtype} asked for, the engine's type is {shape.dtype} (from {source})", f"--dtype {shape.dtype}")
+        problems.add(
+            "engine-dtype",
+            "dtype",
+            f"{dtype} asked for, the engine's type is {shape.dtype} (from {source})",
+            f"--dtype {shape.dtype}",
+        )
     if shape.lora_plugin not in (None, "auto", shape.dtype):
         report.warnings.add(
             "engine-dtype",
             source,
-            f"lora_plugin is {shape.lora_plugin}, the engine's type {shape.dtype}: such a pair was seen to answer with the base, silently",
+            f"lora_plugin is {shape.lora_plugin}, the engine's type {shape.dtype}: "
+            "such a pair was seen to answer with the base, silently",
             f"an engine built with --lora_plugin {shape.dtype}",
         )
     quant = (shape.quant_algo or "").upper()
     if any(word in quant for word in _NO_LORA_QUANT):
-        problems.add("engine-quantisation", source, f"quantisation {shape.quant_algo} does not run LoRA", "an engine with another quantisation")
+        problems.add(
+            "engine-quantisation",
+            source,
+            f"quantisation {shape.quant_algo} does not run LoRA",
+            "an engine with another quantisation",
+        )
 
 
 def _check_row(row: Row, shape: EngineShape, source: str, problems: Findings) -> None:
     if row.module not in shape.lora_modules:
-        fused = next((name for name, parts in PARTS.items() if row.module in parts and name in shape.lora_modules), None)
+        fused = next(
+            (name for name, parts in PARTS.items() if row.module in parts and name in shape.lora_modules), None
+        )
         advice = f"--fused {fused}" if fused else f"an engine built with {row.module}, or an adapter without it"
-        found = f"{row.module} is not enabled in the engine (it has {', '.join(shape.lora_modules) or 'none'}; {source})"
+        found = (
+            f"{row.module} is not enabled in the engine (it has {', '.join(shape.lora_modules) or 'none'}; {source})"
+        )
         problems.add("engine-modules", row.path, found, advice)
     if row.rank > shape.max_lora_rank:
         problems.add(
@@ -134,13 +149,18 @@ def _check_row(row: Row, shape: EngineShape, source: str, problems: Findings) ->
             f"an engine built with --max_lora_rank {row.rank} or more, or an adapter of a lower rank",
         )
     if row.layer >= shape.num_layers:
-        problems.add("layer-range", row.path, f"layer {row.layer}, the engine has {shape.num_layers} ({source})", "an engine of this adapter's base")
+        problems.add(
+            "layer-range",
+            row.path,
+            f"layer {row.layer}, the engine has {shape.num_layers} ({source})",
+            "an engine of this adapter's base",
+        )
     if row.module == "attn_dense" and shape.num_heads * shape.head_size != shape.hidden_size:
         problems.add(
             "attn-dense",
             row.path,
-            f"the engine's heads x head size is {shape.num_heads * shape.head_size}, its hidden size {shape.hidden_size}: "
-            "its runtime assumes they are equal and would cut attn_dense in the wrong place",
+            f"the engine's heads x head size is {shape.num_heads * shape.head_size}, its hidden size "
+            f"{shape.hidden_size}: its runtime assumes they are equal and would cut attn_dense in the wrong place",
             "an adapter without o_proj for this engine",
         )
         return
@@ -177,7 +197,8 @@ def _check_pipeline(plan: Plan, shape: EngineShape, source: str, problems: Findi
         problems.add(
             "engine-pipeline",
             source,
-            f"no row falls on pipeline rank {', '.join(map(str, bare))} of {shape.pp_size}; its runtime asserts that one does",
+            f"no row falls on pipeline rank {', '.join(map(str, bare))} of {shape.pp_size}, "
+            "where the runtime asserts that one does",
             "an adapter that touches layers of every rank, or an engine with pp_size 1",
         )
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from peft_to_trtllm.tensor_file import STORAGE as STORED
 from trtllm_lora.tensors import STORAGE
 
 Array = npt.NDArray[Any]
@@ -42,40 +44,37 @@ RANGES = {
 def values_of(stored: Array, dtype: str) -> Floats:
     """Stored tensor -> float64, exactly. `dtype` is the safetensors name."""
     if dtype == "BF16":
-        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        wide: Floats = (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return wide
     if dtype.startswith("F8_"):
         import ml_dtypes
 
         kind = ml_dtypes.float8_e4m3fn if dtype == "F8_E4M3" else ml_dtypes.float8_e5m2
         return stored.view(kind).astype(np.float64)
-    with np.errstate(invalid="ignore"):  # a signalling NaN is found by `largest`, not here
-        return stored.astype(np.float64)
+    values: Floats = stored.astype(np.float64)
+    return values
 
 
 def largest(stored: Array, dtype: str, axis: int) -> Floats:
     """Largest magnitude along `axis` of a matrix, as float64; infinite or NaN where a value is.
 
-    Floats of one sign order as integers do, so the maxima of the two integer views are those of the positive and of
-    the negative numbers, without a temporary.
+    Without their sign floats order as integers do, and numpy's integer maximum is many times faster than a half's.
     """
     if dtype not in ("F64", "F32", "F16", "BF16"):
-        return np.abs(values_of(stored, dtype)).max(axis=axis)
-    bits = 8 * stored.itemsize
-    unsigned, signed = np.dtype(f"u{stored.itemsize}"), np.dtype(f"i{stored.itemsize}")
-    sign = unsigned.type(1 << (bits - 1))
-    positive = np.maximum(_maximum(stored.view(signed), axis), 0).astype(unsigned)
-    negative = _maximum(stored.view(unsigned), axis)
-    negative = np.where(negative & sign, negative ^ sign, unsigned.type(0))
-    return values_of(np.maximum(positive, negative).view(stored.dtype), dtype)
+        return _maximum(np.abs(values_of(stored, dtype)), axis)
+    unsigned = stored.view(f"u{stored.itemsize}")
+    bits = _maximum(unsigned << 1, axis) >> 1
+    return values_of(bits.view(stored.dtype), dtype)
 
 
 def _maximum(matrix: Array, axis: int) -> Array:
     rows, columns = matrix.shape
-    fold = max(1, 1024 // columns)
-    if axis == 0 and matrix.flags.c_contiguous and fold > 1 and rows % fold == 0:
+    fold = 1024 // columns if axis == 0 else 1
+    if fold > 1 and rows % fold == 0:
         # numpy reduces long rows quickly and short ones slowly
-        return matrix.reshape(rows // fold, fold * columns).max(axis=0).reshape(fold, columns).max(axis=0)
-    return matrix.max(axis=axis)
+        matrix = matrix.reshape(rows // fold, fold * columns).max(axis=0).reshape(fold, columns)
+    found: Array = matrix.max(axis=axis)
+    return found
 
 
 def store(stored: Array, dtype: str, factor: float | Floats, out: Array, target: str) -> None:
@@ -102,8 +101,8 @@ def store(stored: Array, dtype: str, factor: float | Floats, out: Array, target:
 
 
 def _store_flat(flat: Array, dtype: str, factor: float, out: Array, target: str) -> None:
-    if dtype in ("F16", "BF16") and flat.size >= _CHUNK:
-        table = _table(dtype, factor, target)
+    table = _table_for(flat.size, dtype, factor, target)
+    if table is not None:
         for at in range(0, flat.size, _CHUNK):
             part = slice(at, at + _CHUNK)
             np.take(table, flat[part].view(np.uint16), out=out[part], mode="clip")
@@ -117,11 +116,29 @@ def _store_flat(flat: Array, dtype: str, factor: float, out: Array, target: str)
             out[part] = round_to(values_of(flat[part], dtype) * factor, target)
 
 
+class _Table:
+    """Every 16-bit value of a type, multiplied and rounded; made once enough values asked for it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.entries: Array | None = None
+
+
 @functools.lru_cache(maxsize=64)
-def _table(dtype: str, factor: float, target: str) -> Array:
-    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16 if dtype == "F16" else np.uint16)
-    with np.errstate(all="ignore"):  # the table also holds the entries of infinities, which no tensor here has
-        return round_to(values_of(every, dtype) * factor, target)
+def _table(_dtype: str, _factor: float, _target: str) -> _Table:
+    return _Table()
+
+
+def _table_for(size: int, dtype: str, factor: float, target: str) -> Array | None:
+    if dtype not in ("F16", "BF16"):
+        return None
+    table = _table(dtype, factor, target)
+    table.asked += size
+    if table.entries is None and table.asked >= _CHUNK:
+        every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(STORED[dtype])
+        with np.errstate(all="ignore"):  # it also holds the entries of infinities, which no tensor here has
+            table.entries = round_to(values_of(every, dtype) * factor, target)
+    return table.entries
 
 
 def round_to(values: Floats, target: str) -> Array:

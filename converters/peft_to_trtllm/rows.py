@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from trtllm_lora import MODULES
 
 from peft_to_trtllm.tensor_file import Tensor
+from trtllm_lora import MODULES
 
 Index = npt.NDArray[np.intp]
 

@@ -3,9 +3,9 @@
     scale = alpha / r        or, with use_rslora,        alpha / sqrt(r)
 
 `alpha` and `r` are looked up separately in alpha_pattern and rank_pattern: keys in file order, the first with
-`re.match(rf"(.*\\.)?({key})$", path)` wins, no match means the default (PEFT `utils/other.py` get_pattern_key; path is the
-module's path without `base_model.model.`). Saving sorts the keys, so the file's order can differ from the order in
-training: what a loaded adapter does is what counts, and the rank is checked against the tensor.
+`re.match(rf"(.*\\.)?({key})$", path)` wins, no match means the default; path is the module's path without
+`base_model.model.` (PEFT `utils/other.py` get_pattern_key). Saving sorts the keys, so the file's order can differ from
+the order in training: what a loaded adapter does is what counts, and the rank is checked against the tensor.
 
 Patterns are regular expressions of a stranger: those that could take exponential time are refused, and all matching
 together has a time limit.
@@ -82,14 +82,17 @@ class ScaleRules:
         return default
 
 
-def _compile(
-    name: str, patterns: Mapping[str, float], problems: Findings
-) -> list[tuple[str, re.Pattern[str], float]]:
+def _compile(name: str, patterns: Mapping[str, float], problems: Findings) -> list[tuple[str, re.Pattern[str], float]]:
     table = []
     for key, value in patterns.items():
         reason = _against(key)
         if reason:
-            problems.add("pattern-cost", f"adapter_config.json {name}", f"pattern {key[:80]!r} {reason}", "a plain name or a simpler pattern")
+            problems.add(
+                "pattern-cost",
+                f"adapter_config.json {name}",
+                f"pattern {key[:80]!r} {reason}",
+                "a plain name or a simpler pattern",
+            )
         else:
             table.append((key, re.compile(rf"(.*\.)?({key})$"), value))
     return table

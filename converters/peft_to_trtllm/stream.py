@@ -7,6 +7,7 @@ exception, an interrupt included, nothing is left.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import queue
@@ -18,11 +19,11 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from trtllm_lora import Bundle, BundleError, BundleFacts
-from trtllm_lora import bundle as format_
-from trtllm_lora.tensors import STORAGE
 
 from peft_to_trtllm.rounding import Array
+from trtllm_lora import Bundle, BundleError, BundleFacts
+from trtllm_lora import bundle as format_
+from trtllm_lora.tensors import STORAGE, IntArray
 
 _CHUNK = 1 << 20
 _ZEROS = bytes(_CHUNK)
@@ -31,7 +32,7 @@ _ZEROS = bytes(_CHUNK)
 class BundleStream:
     """Writes one bundle; a context manager. `put` every row in order, then `finish`."""
 
-    def __init__(self, parent: Path, config: np.ndarray, width: int, dtype: str) -> None:
+    def __init__(self, parent: Path, config: IntArray, width: int, dtype: str) -> None:
         self._parent = parent
         self._config = config
         self._shape = (1, config.shape[1], width)
@@ -48,8 +49,9 @@ class BundleStream:
             self._file = (self._folder / format_.WEIGHTS_FILE).open("w+b", buffering=0)
         except OSError as error:
             raise BundleError(f"{self._parent}: cannot be written: {error.strerror or error}") from None
-        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": self._shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
+        descr = self._dtype.str  # '<f4', '<f2' or '|V2', as numpy.save spells them
+        header = {"descr": descr, "fortran_order": False, "shape": self._shape}
+        np.lib.format.write_array_header_1_0(self._file, header)  # type: ignore[no-untyped-call]
         self._start = self._file.tell()
         self._hash = _FollowingHash(self._file.fileno(), self._start)
         return self
@@ -61,16 +63,14 @@ class BundleStream:
         self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if kind is not None and self._made_parent:
-            try:
+            with contextlib.suppress(OSError):  # somebody else put something there
                 self._parent.rmdir()
-            except OSError:
-                pass  # somebody else put something there
         if isinstance(error, OSError):
             raise BundleError(f"{self._parent}: writing the bundle failed: {error.strerror or error}") from None
 
     def put(self, number: int, values: Array) -> None:
         """Write one row: `values` [≤ width] in the storage type; the rest of the row stays zero."""
-        data = memoryview(values).cast("B")
+        data = memoryview(values.data).cast("B")
         offset, done = self._start + number * self._row_bytes, 0
         while done < len(data):
             done += os.pwrite(self._file.fileno(), data[done:], offset + done)

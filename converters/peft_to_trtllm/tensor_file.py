@@ -114,7 +114,7 @@ class TensorFile:
         return flat.view(STORAGE[tensor.dtype]).reshape(tensor.shape)
 
     def _fill(self, flat: Array, tensor: Tensor) -> None:
-        view, done = memoryview(flat), 0
+        view, done = flat.data, 0
         while done < tensor.nbytes:
             got = os.preadv(self._descriptor, [view[done:]], tensor.offset + done)
             if got <= 0:
@@ -144,7 +144,9 @@ def _header(descriptor: int, size: int) -> dict[str, Tensor]:
         raise FileProblem(f"{size} bytes are too short for a safetensors header: truncated or another format")
     (length,) = struct.unpack("<Q", prefix)
     if length > size - 8:
-        raise FileProblem(f"safetensors header length {length} is larger than the file ({size} bytes): truncated or corrupt")
+        raise FileProblem(
+            f"safetensors header length {length} is larger than the file ({size} bytes): truncated or corrupt"
+        )
     if length > HEADER_LIMIT:
         raise FileProblem(f"safetensors header of {length} bytes, at most {HEADER_LIMIT} are read")
     text = os.pread(descriptor, length, 8)
@@ -175,7 +177,9 @@ def _entry(name: str, entry: Any, start: int) -> Tensor:
         nbytes *= side
     begin, end = offsets
     if end - begin != nbytes:
-        raise FileProblem(f"{name[:120]!r}: {dtype} {shape} takes {nbytes} bytes, data_offsets span {end - begin}: corrupt")
+        raise FileProblem(
+            f"{name[:120]!r}: {dtype} {shape} takes {nbytes} bytes, data_offsets span {end - begin}: corrupt"
+        )
     return Tensor(name, dtype, tuple(shape), start + begin, nbytes)
 
 

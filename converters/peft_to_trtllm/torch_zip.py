@@ -108,7 +108,9 @@ def _entries(path: Path, descriptor: int) -> dict[str, tuple[int, int]]:
     end = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
-            raise _unsafe(f"zip entry {info.filename[:80]!r} is compressed or encrypted, torch.save stores entries plainly")
+            raise _unsafe(
+                f"zip entry {info.filename[:80]!r} is compressed or encrypted, torch.save stores entries plainly"
+            )
         header = os.pread(descriptor, 30, info.header_offset)
         if len(header) < 30 or header[:4] != b"PK\x03\x04":
             raise _unsafe(f"zip entry {info.filename[:80]!r} has no header: truncated or corrupt")
@@ -254,7 +256,9 @@ def _allowed(text: str) -> _Name:
     module, _, name = text.partition(" ")
     if text in _CALLS or (module == "torch" and name in _STORAGES):
         return _Name(text)
-    raise _unsafe(f"the pickle asks for {text.replace(' ', '.')[:120]!r}, which is no part of a tensor: unsafe, not loaded")
+    raise _unsafe(
+        f"the pickle asks for {text.replace(' ', '.')[:120]!r}, which is no part of a tensor: unsafe, not loaded"
+    )
 
 
 def _storage(reference: Any) -> _Stored:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trtllm_lora import Bundle
 
 from peft_to_trtllm.errors import InputError
 from peft_to_trtllm.rounding import Array, Floats, values_of
 from peft_to_trtllm.rows import Plan, Row
+from trtllm_lora import Bundle
 
 TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 8e-2}
 """Largest allowed difference of a logit, relative to the largest change the adapter makes to one."""
@@ -69,9 +69,10 @@ def verify(bundle: Bundle, plan: Plan, adapter: Path, base: Path) -> Verdict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise InputError(f"{base}: transformers cannot load the base: {error}") from None
+        model.train(False)
         ids = torch.randint(model.config.vocab_size, (_PROMPTS, _TOKENS), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             plain = model(ids).logits
