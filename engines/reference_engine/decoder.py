@@ -54,6 +54,7 @@ class Decoder:
             for name in ("keys", "values")
         }
         self._dora = False
+        self._stacked: dict[str, Floats] = {}
         self._stack_version = -1
         self._compile()
 
@@ -110,6 +111,8 @@ class Decoder:
     def _set_stack(self, stack: LoraStack) -> None:
         if stack.version == self._stack_version:
             return
-        for name, array in stack.arrays(dora=self._dora):
+        # the request uses this memory and does not keep it alive
+        self._stacked = dict(stack.arrays(dora=self._dora))
+        for name, array in self._stacked.items():
             self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
         self._stack_version = stack.version

@@ -103,11 +103,11 @@ class LoraStack:
         for layer in range(self._num_layers):
             for site in self._sites:
                 for name, shape in _shapes(site, layer, 0):
-                    whole = np.zeros((1, *shape), np.float32) if self._only_base else self._matrices[name][:n]
-                    yield name, whole
+                    yield name, np.zeros((1, *shape), np.float32) if self._only_base else self._matrices[name][:n]
                 name = f"{layer}.{site.name}.magnitude"
                 if dora:
-                    yield name, self._magnitudes.get(name, np.ones((self._capacity, site.d_out), np.float32))[:n]
+                    table = None if self._only_base else self._magnitudes.get(name)
+                    yield name, np.ones((n, site.d_out), np.float32) if table is None else table[:n]
 
     def _rank(self, task: int | None, at: tuple[str, int]) -> int:
         site = next(s for s in self._sites if s.name == at[0])

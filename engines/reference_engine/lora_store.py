@@ -88,6 +88,9 @@ class LoraStore:
     def _put(self, task: int, weights: Array, config: IntArray) -> None:
         try:
             pages = self._geometry.pages_for(config.tolist())
+            if pages > self.device.num_pages:
+                # the runtime's capacity scheduler would let such a request wait for ever
+                raise GeometryError(f"{pages} pages are needed, the device cache has {self.device.num_pages}")
             evicted = self.host.put(task, pages)
         except CacheError as error:
             self._forget(error.evicted)

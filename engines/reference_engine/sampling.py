@@ -1,7 +1,7 @@
 """From logits to the next token of one sequence.
 
-Order, as in the runtime's decoding layers: embedding bias, temperature, repetition / presence / frequency penalties over
-prompt and answer, end id forbidden below `min_tokens`, bad words, then the choice.
+Order, as in the runtime's decoding layers: embedding bias, temperature, repetition, presence and frequency penalties
+over prompt and answer, end id forbidden below `min_tokens`, bad words, then the choice.
 Neither top-k nor top-p (both 0, the defaults) is greedy, whatever the temperature; so are top-k 1 and temperature 0.
 Log-probabilities are of the whole distribution that the choice was made from, before top-k and top-p cut it.
 """
