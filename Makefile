@@ -8,6 +8,7 @@ ARGS ?=
 export PYTHON
 
 bin := .venv/bin
+checks := lint types arch docs-check test
 folders := engines converters slot_manager clients tests examples bench
 
 # The stamps carry the checkout's path, which an editable install has inside too, so that a moved checkout installs anew.
@@ -18,7 +19,7 @@ version = $(shell $(1) -c 'import sys; print(sys.version_info[:2])' 2>/dev/null)
 made_with := $(call version,$(bin)/python)
 usable := $(if $(made_with),$(if $(PYTHON),$(filter $(made_with),$(call version,$(PYTHON))),yes))
 
-.PHONY: help setup up test check lint fix types arch docs docs-check bench lock clean again
+.PHONY: help setup up test check lint fix types arch docs docs-check bench lock clean list-checks again
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,7 +32,10 @@ up: $(runtime) ## serve the base model and the example adapters until Ctrl-C (AR
 test: $(runtime) $(dev) ## run all tests, those with a real Triton included
 	$(bin)/python -m pytest $(ARGS)
 
-check: lint types arch docs-check test ## what CI runs: lint, types, arch, docs-check and test
+check: $(checks) ## what CI runs: lint, types, arch, docs-check and test
+
+list-checks:
+	@echo $(checks)
 
 lint: $(dev) ## ruff: format and rules
 	$(bin)/ruff format --check .
