@@ -15,6 +15,8 @@ import numpy as np
 from lora_slots.errors import ServerError
 
 ENSEMBLE, ROUTER = "ensemble", "lora_router"
+_TELL_CODES = {"triton_grpc_error": "true"}
+"""Without this header Triton tells a stream's errors as text alone, without their status."""
 _CODE = re.compile(r"^\[?StatusCode\.(\w+)\]?\s*")
 _IN_ENSEMBLE = re.compile(r"^in ensemble '[^']*', (\[request id: [^\]]*\] )?")
 SAMPLING: Mapping[str, tuple[str, Any]] = {
@@ -99,7 +101,7 @@ class Client:
         answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         wanted = [self._triton.InferRequestedOutput(name) for name in outputs]
         ended = False
-        self._client.start_stream(lambda result, error: answers.put((result, error)))
+        self._client.start_stream(lambda result, error: answers.put((result, error)), headers=_TELL_CODES)
         try:
             try:
                 self._client.async_stream_infer(

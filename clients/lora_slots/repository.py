@@ -1,8 +1,8 @@
 """Renders the Triton model repository: the templates of `triton_repo/`, filled through Triton's own ModelConfig.
 
 Rules:
-1. A template is a valid config.pbtxt by itself; values are set on the parsed message, never pasted into text, so no
-   placeholder can survive.
+1. A template is a valid config.pbtxt by itself; values are set on the parsed message, never pasted into text, and a
+   parameter that is still a `${…}` at the end is left out, so no placeholder can survive.
 2. `lora_router` gets the inputs of `tensorrt_llm` as inputs and as outputs, and the ensemble the maps between the two:
    one list of names, in the template of `tensorrt_llm`.
 3. `lora_weights` has the engine's dtype in every model on the path (tensorrtllm_backend#671, #750).
@@ -134,10 +134,13 @@ def _fill(models: Mapping[str, Any], config: RepositoryConfig) -> None:
         if key not in models[name].parameters
     ]
     if problems:
-        raise RepositoryError("; ".join(problems))
+        raise RepositoryError("; ".join(sorted(problems)))
     for name, parameters in values.items():
         for key, value in parameters.items():
             models[name].parameters[key].string_value = value
+    for model in models.values():
+        for key in [key for key, value in model.parameters.items() if "${" in value.string_value]:
+            del model.parameters[key]  # absent means the runtime's default; a literal ${…} is text to it
 
 
 def _join(models: Mapping[str, Any], *, with_router: bool) -> None:

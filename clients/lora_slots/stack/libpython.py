@@ -144,12 +144,3 @@ def _advice(name: str) -> str:
 
 def _version() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-if __name__ == "__main__":
-    try:
-        check_python()
-        found = find_libpython()
-    except (WrongPython, LibpythonMissing) as error:
-        sys.exit(f"lora-slots: {error}")
-    sys.stdout.write(f"{found.library_folder or 'the system'}: {found.name}\n")
