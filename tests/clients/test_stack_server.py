@@ -79,7 +79,7 @@ class TritonPythonModel:
 """
 # A program with a server in it that says what it is about to do, a line each.
 CHILD = """
-import signal, sys
+import signal, sys, tempfile
 from pathlib import Path
 from lora_slots.stack import StackConfig, TritonServer, exit_on_signals, launch, probe, process
 
@@ -95,7 +95,8 @@ announce(launch, "check_stub")
 announce(probe, "is_ready")
 announce(probe, "doors_not_open")
 announce(process.KeptProcess, "_tell")
-config = StackConfig(model_repository=Path(sys.argv[1]), environment={"MARK": "!"})
+mine = Path(tempfile.mkdtemp())
+config = StackConfig(model_repository=Path(sys.argv[1]), environment={"MARK": "!"}, temporary=(mine,))
 with exit_on_signals(), TritonServer(config) as server:
     print("serving", flush=True)
     sys.stdin.read() if sys.argv[2] == "leave" else signal.pause()

@@ -28,6 +28,8 @@ class StackConfig:
     """Added to the environment of the server and of its Python models."""
     arguments: tuple[str, ...] = ()
     """Further arguments of tritonserver."""
+    temporary: tuple[Path, ...] = ()
+    """Folders that are removed with the server, however we end, such as that of a rendered model repository."""
     log_path: Path | None = None
     """Where the log goes, started anew each time; None: into the temporary folder, gone after the stop."""
 

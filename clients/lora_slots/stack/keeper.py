@@ -7,8 +7,9 @@ It is run as a script with the standard library only, in a session of its own, s
 * Stopping is SIGTERM, then SIGKILL to the whole process group once Triton had its exit timeout: Triton can hang
   past it for ever while a gRPC stream is open.
 * If the keeper itself is killed, the kernel kills the server (PR_SET_PDEATHSIG), and the stubs follow by themselves.
-* At the end the server's shared memory is removed, and its work folder too, unless the server died by itself while
-  the parent lives: then the parent wants to read the log first.
+* At the end the server's shared memory is removed, and its folder too, unless the server died by itself while
+  the parent lives: then the parent wants to read the log first. Where the parent is gone, what it would have removed
+  after us is removed as well.
 
 Spoken on standard input: `s` stop, `k` kill now. On standard output, a JSON object a line: `{"pid": …}` once started,
 `{"returncode": …}` when all is over, `{"error": …}` when the server could not be executed.
@@ -41,11 +42,15 @@ _STDIN, _STDERR = 0, 2
 
 @dataclass(frozen=True)
 class Order:
-    """What the keeper is to keep, in types that JSON has. `parent` is the process id of who gave the order."""
+    """What the keeper is to keep, in types that JSON has.
+
+    `folder` is the server's own, `temporary` are folders of the parent, removed in its stead; `parent` is its process.
+    """
 
     argv: list[str]
     log: str
     folder: str
+    temporary: list[str]
     shm_prefix: str
     exit_timeout_s: float
     parent: int
@@ -85,7 +90,10 @@ class Keeper:
             os.killpg(server.pid, signal.SIGKILL)  # stubs that a dead server left
         _reap()
         remove_shared_memory(self.order.shm_prefix)
-        if not died or self._parent_is_gone():
+        orphaned = self._parent_is_gone()
+        for folder in self.order.temporary if orphaned else []:
+            shutil.rmtree(folder, ignore_errors=True)
+        if orphaned or not died:
             shutil.rmtree(self.order.folder, ignore_errors=True)
         _say({"returncode": server.returncode})
 

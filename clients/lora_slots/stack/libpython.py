@@ -57,7 +57,7 @@ def find_libpython(*, bring: bool = True, cache: Path | None = None) -> Libpytho
         return Libpython(name, None)
     from lora_slots.base_model.store import cache_folder  # needed on few machines: a plain start stays light
 
-    store = cache_folder(cache) / "libpython"
+    store = cache_folder(cache) / "libpython" / _version()
     folder = _in(store, name)
     if folder is None and bring:
         folder = _download(store, name)
@@ -95,7 +95,7 @@ def _download(store: Path, name: str) -> Path | None:
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return None
     store.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="libpython-", dir=store.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix="new-", dir=store.parent) as scratch:
         work = Path(scratch)
         for folder in ("lists/partial", "archives/partial", "root"):
             (work / folder).mkdir(parents=True)

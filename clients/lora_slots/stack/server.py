@@ -88,16 +88,21 @@ class TritonServer:
         if self._process is not None:
             raise StackError("this embedded Triton has been started already")
         config = self.config
-        if not config.model_repository.is_dir():
-            raise SetupError(f"the model repository {config.model_repository} is not a folder")
+        self._owner = os.getpid()
         asked_for = {config.http_port, config.grpc_port, config.metrics_port}
-        for remaining in reversed(range(_TRIES)):
-            try:
-                self._start_once()
-                return
-            except PortTaken as error:
-                if error.port in asked_for or not remaining:
-                    raise
+        try:
+            if not config.model_repository.is_dir():
+                raise SetupError(f"the model repository {config.model_repository} is not a folder")
+            for remaining in reversed(range(_TRIES)):
+                try:
+                    self._start_once()
+                    return
+                except PortTaken as error:
+                    if error.port in asked_for or not remaining:
+                        raise
+        except BaseException:
+            self.stop()
+            raise
 
     def poll(self) -> None:
         """Look whether all is well. Raises ServerDied when the server has ended, StubDied when a Python model has."""
@@ -129,7 +134,42 @@ class TritonServer:
 
         Interrupted (Ctrl-C) while waiting, it kills the server at once and lets the interrupt pass on.
         """
-        if not self._name or self._owner != os.getpid():  # a forked child has no say
+        if self._owner == os.getpid():  # a forked child has no say
+            try:
+                self._end()
+            finally:
+                for folder in self.config.temporary:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def log_tail(self, lines: int = log.TAIL_LINES) -> str:
+        """The last lines of the server's log that tell something; "" after the stop, unless there is a `log_path`."""
+        return log.tail(log.read(self._log_path()), lines)
+
+    def _start_once(self) -> None:
+        config = self.config
+        home = launch.triton_home()
+        environment = launch.server_environment(config)
+        self._ports = choose_ports(config.http_port, config.grpc_port, config.metrics_port)
+        self._name = f"lora-slots-{secrets.token_hex(8)}"
+        atexit.register(self.stop)
+        try:
+            folder = self._folder()
+            launch.check_stub(launch.make_folder(folder, home, config.model_repository), environment)
+            self._log_path().parent.mkdir(parents=True, exist_ok=True)
+            order = Order(
+                argv=launch.command(home, config, self._ports, folder),
+                log=str(self._log_path()), folder=str(folder), temporary=[str(path) for path in config.temporary],
+                shm_prefix=self._name, exit_timeout_s=config.exit_timeout_s, parent=os.getpid(),
+            )  # fmt: skip
+            self._process = KeptProcess(order, environment)
+            self._stubs = probe.StubWatch(self._process.pid)
+            self._await_ready(self._process.pid, self._ports)
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        if not self._name:
             return
         try:
             if self._process is not None:
@@ -144,33 +184,6 @@ class TritonServer:
             atexit.unregister(self.stop)
             self._process = self._stubs = None
             self._name = ""
-
-    def log_tail(self, lines: int = log.TAIL_LINES) -> str:
-        """The last lines of the server's log that tell something; "" after the stop, unless there is a `log_path`."""
-        return log.tail(log.read(self._log_path()), lines)
-
-    def _start_once(self) -> None:
-        config = self.config
-        home = launch.triton_home()
-        environment = launch.server_environment(config)
-        self._ports = choose_ports(config.http_port, config.grpc_port, config.metrics_port)
-        self._name, self._owner = f"lora-slots-{secrets.token_hex(8)}", os.getpid()
-        atexit.register(self.stop)
-        try:
-            folder = self._folder()
-            launch.check_stub(launch.make_folder(folder, home, config.model_repository), environment)
-            self._log_path().parent.mkdir(parents=True, exist_ok=True)
-            order = Order(
-                argv=launch.command(home, config, self._ports, folder),
-                log=str(self._log_path()), folder=str(folder), shm_prefix=self._name,
-                exit_timeout_s=config.exit_timeout_s, parent=os.getpid(),
-            )  # fmt: skip
-            self._process = KeptProcess(order, environment)
-            self._stubs = probe.StubWatch(self._process.pid)
-            self._await_ready(self._process.pid, self._ports)
-        except BaseException:
-            self.stop()
-            raise
 
     def _await_ready(self, pid: int, ports: Ports) -> None:
         deadline = time.monotonic() + self.config.ready_timeout_s
