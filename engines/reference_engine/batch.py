@@ -31,9 +31,13 @@ class Batch:
     groups_nm: Ints
     """For each adapter of the stack the tokens it applies to, filled up with token 0."""
     place_T: Ints
-    """Where each token's LoRA delta stands in the flattened [n, m]."""
+    """Where each token's LoRA delta stands in the flattened [n, m]; [1] for one delta for all."""
     adapter_T: Ints
     """Each token's adapter as an index into the stack (read by engines with DoRA rows)."""
+
+
+NO_GROUPS = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+"""(groups, place) of a step without adapters: one delta, of zeros, for all tokens."""
 
 
 def group_tokens(adapter_T: Ints, num_adapters: int) -> tuple[Ints, Ints]:

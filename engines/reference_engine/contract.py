@@ -82,6 +82,11 @@ def read_requests(
     if "input_ids" not in tensors:
         raise RequestRefused("input_ids is not present in the request")
     size = tensors["request_output_len"].shape[0]
+    uneven = [name for name, tensor in tensors.items() if tensor.ndim == 0 or tensor.shape[0] != size]
+    if uneven:
+        raise RequestRefused(
+            f"Input tensor {', '.join(uneven)} has another batch size than request_output_len ({size})"
+        )
     if size > 1 and not streaming_allowed:
         raise RequestRefused(
             "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"

@@ -18,9 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from reference_engine.batch import Batch, group_tokens
 from reference_engine.decoder import Decoder, Floats
 from reference_engine.errors import RequestRefused, executor_failed, fetching
 from reference_engine.kv_blocks import BlockPool
@@ -33,6 +30,7 @@ from reference_engine.request import GenerationRequest
 from reference_engine.sampling import Sampler
 from reference_engine.scheduler import Chunk, plan_step
 from reference_engine.sequence import CANCELLED, Sequence
+from reference_engine.step import build_batch, num_logit_rows
 from trtllm_lora import EngineShape
 
 log = logging.getLogger(__name__)
@@ -120,20 +118,22 @@ class Engine:
                 closing = self._closing
             for act in mail:
                 act()
+                self._start_waiting()
             if closing:
                 for number in [*(f.number for f in self._waiting), *(s.number for s in self._running)]:
                     self._cancel(number)
                 return
-            self._start_waiting()
             if self._running:
                 self._run_step()
+                self._start_waiting()
 
     def _run_step(self) -> None:
         chunks = plan_step(self._running, self._limits.max_num_tokens)
         try:
-            batch = self._batch(chunks)
-            logits = self._decoder.step(batch, self._stack)
-            self._take(chunks, logits)
+            if self._store is not None:
+                self._stack.hold([chunk.sequence.task for chunk in chunks], self._store.rows)
+            batch = build_batch(chunks, self._pool, self._stack)
+            self._take(chunks, self._decoder.step(batch, self._stack))
         except Exception as error:  # the loop outlives any step
             log.exception("step failed")
             self._fail_running(f"Encountered an error in forwardAsync function: {error}")
@@ -145,8 +145,11 @@ class Engine:
         try:
             request = self._checked(request)
         except RequestRefused as error:
-            listener_text = executor_failed(number, str(error))
-            self._outbox.fail(listener, listener_text)
+            self._outbox.fail(listener, executor_failed(number, str(error)))
+            return
+        except Exception as error:  # whatever a request does, the loop goes on and its sender hears of it
+            log.exception("request %d failed", number)
+            self._outbox.fail(listener, executor_failed(number, fetching(str(error))))
             return
         self._waiting.append(_Fetched(number, request, listener, request.num_sequences, request.num_sequences))
 
@@ -177,7 +180,7 @@ class Engine:
         passed: deque[_Fetched] = deque()
         while self._waiting and len(self._running) < self._limits.max_batch_size:
             fetched = self._waiting[0]
-            if not self._device_holds(fetched.request.task):
+            if not self._device_ready(fetched.request.task):
                 passed.append(self._waiting.popleft())
             elif not self._start(fetched):
                 break
@@ -185,10 +188,10 @@ class Engine:
                 self._waiting.popleft()
         self._waiting.extendleft(reversed(passed))
 
-    def _device_holds(self, task: int | None) -> bool:
+    def _device_ready(self, task: int | None) -> bool:
         if task is None or self._store is None:
             return True
-        return self._store.device_holds((s.task for s in self._running if s.task is not None), task)
+        return self._store.bring(task, [s.task for s in self._running if s.task is not None])
 
     def _start(self, fetched: _Fetched) -> bool:
         request, index = fetched.request, fetched.request.num_sequences - fetched.to_start
@@ -196,8 +199,6 @@ class Engine:
         taken = self._pool.take(request.task, request.token_ids, total, reuse=not request.wants_context_logits)
         if taken is None:
             return False
-        if request.task is not None and self._store is not None:
-            self._store.bring(request.task)
         blocks, reused = taken
         sampling = dataclasses.replace(request.sampling, seed=request.sampling.seed + index)
         sampler = Sampler(sampling, self._shape.vocab_size, request.token_ids)
@@ -231,43 +232,12 @@ class Engine:
 
     # one step ---------------------------------------------------------------------------------------------------
 
-    def _batch(self, chunks: list[Chunk]) -> Batch:
-        tasks = [chunk.sequence.task if self._store is not None else None for chunk in chunks]
-        if self._store is not None:
-            self._stack.hold(tasks, self._store.rows)
-        sizes = np.array([chunk.num_tokens for chunk in chunks], np.int32)
-        past = np.array([chunk.sequence.num_computed for chunk in chunks], np.int32)
-        begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-        used = [self._pool.blocks_for(int(end)) for end in past + sizes]
-        places = np.repeat(np.array([self._stack.place(task) for task in tasks], np.int32), sizes)
-        groups, place = group_tokens(places, self._stack.num_held)
-        rows = [self._logit_rows(chunk, int(begins[i])) for i, chunk in enumerate(chunks)]
-        return Batch(
-            token_ids_T=np.array([t for c in chunks for t in _tokens(c)], np.int32),
-            positions_T=np.concatenate([np.arange(p, p + n, dtype=np.int32) for p, n in zip(past, sizes, strict=True)]),
-            past_lens_S=past,
-            begins_S1=begins,
-            block_ids=np.array([b for c, n in zip(chunks, used, strict=True) for b in c.sequence.blocks[:n]], np.int32),
-            block_begins_S1=np.concatenate([[0], np.cumsum(used)]).astype(np.int32),
-            logit_rows_R=np.array([row for some in rows for row in some], np.int32),
-            groups_nm=groups,
-            place_T=place,
-            adapter_T=places,
-        )
-
-    def _logit_rows(self, chunk: Chunk, begin: int) -> range:
-        """Rows of the step whose logits this chunk needs: all for context logits, else the last if it is sampled."""
-        end = begin + chunk.num_tokens
-        if chunk.sequence.request.wants_context_logits and not chunk.sequence.num_generated:
-            return range(begin, end)
-        return range(end - 1, end)
-
     def _take(self, chunks: list[Chunk], logits: Floats) -> None:
         """Choose tokens from the step's logits and tell the listeners."""
         best, row = logits.argmax(axis=1), 0
         for chunk in chunks:
             sequence = chunk.sequence
-            rows = len(self._logit_rows(chunk, 0))
+            rows = num_logit_rows(chunk)
             if sequence.request.wants_context_logits and not sequence.num_generated:
                 sequence.context_logits.append(logits[row : row + rows].copy())
             row += rows
@@ -298,8 +268,3 @@ class Engine:
             if not sequence.finished:
                 sequence.finish(CANCELLED)
                 self._outbox.fail(self._owners[id(sequence)].listener, executor_failed(sequence.number, text))
-
-
-def _tokens(chunk: Chunk) -> list[int]:
-    sequence = chunk.sequence
-    return sequence.tokens[sequence.num_computed : sequence.num_computed + chunk.num_tokens]

@@ -43,14 +43,15 @@ class LoraStack:
         self._ranks = {(site.name, layer): 0 for site in sites for layer in range(num_layers)}
         self._matrices: dict[str, Floats] = {}
         self._magnitudes: dict[str, Floats] = {}
-        self._only_base = True
+        self.only_base = True
+        """Whether no adapter is in the step: the matrices then have rank 0."""
         self.version = 0
         """Changes whenever `arrays` would give something else."""
 
     @property
     def has_dora(self) -> bool:
         """Whether an adapter in the stack has magnitudes (DoRA)."""
-        return not self._only_base and any(
+        return not self.only_base and any(
             row.magnitude_O is not None
             for key in self._order
             for site in self._rows[key].values()
@@ -60,18 +61,18 @@ class LoraStack:
     @property
     def num_held(self) -> int:
         """n: places in use."""
-        return 1 if self._only_base else len(self._order)
+        return 1 if self.only_base else len(self._order)
 
     def place(self, task: int | None) -> int:
         """Place of a held task (or of `BASE`)."""
-        return 0 if self._only_base else self._order.index(task)
+        return 0 if self.only_base else self._order.index(task)
 
     def hold(self, tasks: Sequence[int | None], rows_of: Callable[[int], Sequence[Row]]) -> None:
         """Make the stack hold exactly these tasks (`BASE` among them if a token of the base is in the step)."""
         wanted = dict.fromkeys(tasks)
         only_base = set(wanted) <= {BASE}
-        if only_base != self._only_base:
-            self._only_base = only_base
+        if only_base != self.only_base:
+            self.only_base = only_base
             self.version += 1
         if only_base:
             return
@@ -103,10 +104,10 @@ class LoraStack:
         for layer in range(self._num_layers):
             for site in self._sites:
                 for name, shape in _shapes(site, layer, 0):
-                    yield name, np.zeros((1, *shape), np.float32) if self._only_base else self._matrices[name][:n]
+                    yield name, np.zeros((1, *shape), np.float32) if self.only_base else self._matrices[name][:n]
                 name = f"{layer}.{site.name}.magnitude"
                 if dora:
-                    table = None if self._only_base else self._magnitudes.get(name)
+                    table = None if self.only_base else self._magnitudes.get(name)
                     yield name, np.ones((n, site.d_out), np.float32) if table is None else table[:n]
 
     def _rank(self, task: int | None, at: tuple[str, int]) -> int:

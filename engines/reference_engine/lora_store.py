@@ -68,18 +68,16 @@ class LoraStore:
             self.host.mark_done(task)
             self.device.mark_done(task)
 
-    def device_holds(self, running: Iterable[int], newcomer: int) -> bool:
-        """Whether the device pages carry the tasks of the running requests and one more."""
-        tasks = {*running, newcomer}
-        return sum(self.host.pages_of(task) for task in tasks) <= self.device.num_pages
-
-    def bring(self, task: int) -> None:
-        """Copy a scheduled request's task to the device cache.
-
-        Raises:
-            CacheError: the device has no room (the scheduler asks `device_holds` first).
-        """
-        self.host.copy_to(self.device, task)
+    def bring(self, task: int, running: Iterable[int]) -> bool:
+        """Copy a task to the device cache, if its pages carry it beside the tasks of the running requests."""
+        tasks = {task, *running}
+        if sum(self.host.pages_of(held) for held in tasks) > self.device.num_pages:
+            return False
+        try:
+            self.host.copy_to(self.device, task)
+        except CacheError:  # the rest is held by tasks whose next request waits; that one will free them
+            return False
+        return True
 
     def rows(self, task: int) -> tuple[Row, ...]:
         """The rows of a resident task, as views of its pages."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from lora_slots.base_model import make_tiny_llama
 from reference_engine import build_engine
 from reference_engine.backend import Backend
@@ -67,7 +68,7 @@ class Client:
         *,
         task: int | None = None,
         adapter: tuple[Any, Any] | None = None,
-        streaming: bool = True,
+        streaming: Any = True,
         request_id: str = "",
         outputs: frozenset[str] = OUTPUTS,
         **tensors: Any,
@@ -77,7 +78,7 @@ class Client:
             "input_ids": np.array([prompt], np.int32),
             "input_lengths": np.array([len(prompt)], np.int32),
             "request_output_len": np.array([max_tokens], np.int32),
-            "streaming": np.array([streaming]),
+            "streaming": streaming if isinstance(streaming, np.ndarray) else np.array([streaming]),
         }
         if task is not None:
             given["lora_task_id"] = np.array([task], np.uint64)
@@ -205,7 +206,7 @@ class Oracle:
             for leaf in _HF_NAMES[module]:
                 weight = state[f"model.layers.{row.layer}.{leaf}.weight"]
                 part = slice(begin, begin + weight.shape[0])
-                weight += self._torch.from_numpy(np.asarray(row.b_OR[part] @ row.a_RI))
+                weight += self._torch.from_numpy(np.matmul(row.b_OR[part], row.a_RI))
                 if row.magnitude_O is not None:
                     weight *= self._torch.from_numpy(np.asarray(row.magnitude_O[part]))[:, None]
                 begin += weight.shape[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from reference_engine import build_engine
 from trtllm_lora import EngineShape, pack
 
