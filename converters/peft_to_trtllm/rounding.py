@@ -43,15 +43,16 @@ RANGES = {
 
 def values_of(stored: Array, dtype: str) -> Floats:
     """Stored tensor -> float64, exactly. `dtype` is the safetensors name."""
+    values: Floats
     if dtype == "BF16":
-        wide: Floats = (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        return wide
-    if dtype.startswith("F8_"):
+        values = (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    elif dtype.startswith("F8_"):
         import ml_dtypes
 
         kind = ml_dtypes.float8_e4m3fn if dtype == "F8_E4M3" else ml_dtypes.float8_e5m2
-        return stored.view(kind).astype(np.float64)
-    values: Floats = stored.astype(np.float64)
+        values = stored.view(kind).astype(np.float64)
+    else:
+        values = stored.astype(np.float64)
     return values
 
 
