@@ -12,6 +12,15 @@ SlotError
 └── RegistryError        INTERNAL 500  adapters.yaml cannot be read; the last good one stays
 
 TierError                inside the manager       a move failed (store, disk, host memory, engine)
+├── MoveCancelled        nobody wants it any more, or its time is over
+├── StoreUnavailable     the object store cannot be reached, is too slow, or sends errors that pass
+├── StoreDenied          it refuses our credentials: permanent
+├── StoreMissing         it has no such adapter: permanent
+├── StoreCorrupt         what it sends is not what the manifest says: permanent
+├── DiskFull             no room on DISK, by its own bound or the file system's
+├── DiskFailed           DISK cannot be written or read
+│   └── DiskReadOnly     permanent until an operator acts
+├── ConversionFailed     a raw adapter cannot be converted: permanent
 ├── HostFull
 ├── EngineUnavailable    the engine cannot be reached or timed out
 ├── EngineMiss           the engine does not hold the task id
@@ -119,6 +128,52 @@ class EngineRefused(TierError):
 
 class BundleBroken(TierError):
     """The bundle on DISK is not what its manifest says."""
+
+    transient = False
+
+
+class MoveCancelled(TierError):
+    """The move was given up on request; what arrived so far may be kept for the next try."""
+
+
+class StoreUnavailable(TierError):
+    """The object store refused the connection, timed out, sent too slowly, broke off, or answered 5xx."""
+
+
+class StoreDenied(TierError):
+    """The object store refused our credentials, or there are none."""
+
+    transient = False
+
+
+class StoreMissing(TierError):
+    """The object store has no adapter there."""
+
+    transient = False
+
+
+class StoreCorrupt(TierError):
+    """The bytes of the object store are not those of the manifest, or the manifest is not the registry's."""
+
+    transient = False
+
+
+class DiskFull(TierError):
+    """DISK has no room: everything in it is in use, or the file system is full."""
+
+
+class DiskFailed(TierError):
+    """DISK cannot be read or written."""
+
+
+class DiskReadOnly(DiskFailed):
+    """DISK is on a read-only file system, or we may not write there."""
+
+    transient = False
+
+
+class ConversionFailed(TierError):
+    """A raw adapter could not be converted to a bundle; the message has every reason."""
 
     transient = False
 
