@@ -51,6 +51,12 @@ types: $(runtime) $(dev) ## mypy, strict
 arch: $(runtime) $(dev) ## import-linter: who may import whom
 	$(bin)/lint-imports
 
+docs: $(runtime) $(dev) ## write the generated parts of the documents
+	$(bin)/python ci/docs.py
+
+docs-check: $(runtime) $(dev) ## the generated parts are up to date, links lead somewhere
+	$(bin)/python ci/docs.py --check
+
 bench: $(runtime) $(dev) ## measure, and print one table
 	$(bin)/python bench/run.py $(ARGS)
 

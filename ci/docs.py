@@ -1,0 +1,66 @@
+"""`make docs` writes the generated parts of the documents, `make docs-check` compares them and follows every link.
+
+python ci/docs.py          write
+python ci/docs.py --check  compare; exit 1 and say what differs
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from adapter_slots.metrics import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\[[^\]]*\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def metrics_table() -> str:
+    """The families of `adapter_slots.metrics` as a table."""
+    rows = ["| family | type | labels | meaning |", "| --- | --- | --- | --- |"]
+    for name, family in FAMILIES.items():
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        rows.append(f"| `{name}` | {family.kind} | {labels} | {family.help} |")
+    return "\n".join(rows)
+
+
+GENERATED = {("docs/metrics.md", "metrics"): metrics_table}
+"""(document, marker) -> what stands between the marker's two comments."""
+
+
+def broken_links(document: Path) -> list[str]:
+    """Relative links of a document that lead nowhere."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = [found.group(1) for found in LINK.finditer(text)]
+    return [
+        f"{document.relative_to(ROOT)}: no {target}" for target in targets if not (document.parent / target).exists()
+    ]
+
+
+def main() -> int:
+    """Write or compare; returns the exit code."""
+    check, problems = "--check" in sys.argv[1:], []
+    for (name, marker), make in GENERATED.items():
+        file = ROOT / name
+        text = file.read_text(encoding="utf-8")
+        begin, end = f"<!-- generated: {marker} -->", f"<!-- end: {marker} -->"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            problems.append(f"{name}: the markers of {marker} are missing")
+            continue
+        fresh = f"{before}{begin}\n{make()}\n{end}{after}"
+        if check and fresh != text:
+            problems.append(f"{name}: {marker} is out of date; run make docs")
+        elif fresh != text:
+            file.write_text(fresh, encoding="utf-8")
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted(ROOT.glob("*/*.md"))]:
+        problems += broken_links(document)
+    for problem in sorted(set(problems)):
+        print(problem)  # noqa: T201 - a command's output
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
