@@ -10,6 +10,7 @@ converting a usual adapter. `cli.main` comes here before it imports them.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import signal
 import sys
@@ -107,6 +108,8 @@ def main(arguments: Sequence[str]) -> int:
         options.tp,
     )
     signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
         return _run(request, options.out if writes else None, options)
     except InputError as error:

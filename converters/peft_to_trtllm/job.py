@@ -127,6 +127,7 @@ class Job:
         adapter = open_adapter(self._local(request.adapter), self.report.problems)
         if adapter:
             self._resources.callback(adapter.file.close)
+            self._name = _name(request.name or adapter.name)
             self._judge(adapter)
 
     def _local(self, adapter: str) -> Path:
@@ -153,9 +154,8 @@ class Job:
         magnitude = self._check(plan, adapter)
         if report.ok:
             layers = self._base.layers if self._base else None
-            name = self.request.name or adapter.name
             self.conversion = Conversion(
-                adapter, plan, settings, self._dtype, self._tp_size, layers, name, report, magnitude
+                adapter, plan, settings, self._dtype, self._tp_size, layers, self._name, report, magnitude
             )
 
     def _judge_biases(self, adapter: Adapter, settings: Settings, modules: Sequence[Adapted]) -> None:
@@ -190,6 +190,14 @@ class Job:
         weights = self._resources.enter_context(BaseWeights(self.request.base_weights, self._base))
         weights.check(plan, self.report.problems)
         return lambda row: weights.normalised(row, adapter.file)
+
+
+def _name(name: str) -> str:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"the adapter's name {name!r} is no Unicode; give it another with --name") from None
+    return name
 
 
 def _dtype(request: Request, shape: EngineShape | None, base: Base | None) -> str:

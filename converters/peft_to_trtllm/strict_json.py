@@ -18,7 +18,8 @@ def parse_object(data: bytes, *, limit: int) -> dict[str, Any]:
     """Parse one JSON object of at most `limit` bytes.
 
     Raises:
-        JsonProblem: too long, not UTF-8, not JSON, not an object, nested too deeply, a key twice, NaN or Infinity.
+        JsonProblem: too long, not UTF-8, not JSON, not an object, nested too deeply, a key twice, NaN or Infinity, half
+            a surrogate pair.
     """
     if len(data) > limit:
         raise JsonProblem(f"{len(data)} bytes of JSON, at most {limit} are read")
@@ -30,6 +31,8 @@ def parse_object(data: bytes, *, limit: int) -> dict[str, Any]:
         raise JsonProblem("JSON nested too deeply") from None
     except ValueError as error:
         raise JsonProblem(f"invalid JSON: {error}") from None
+    if b"\\ud" in data.lower() and not _is_unicode(value):
+        raise JsonProblem("a text in it is no Unicode (half of a surrogate pair)")
     if not isinstance(value, dict):
         raise JsonProblem(f"a JSON object is wanted, found {type(value).__name__}")
     return value
@@ -42,6 +45,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise JsonProblem(f"key {twice[:120]!r} stands there twice")
     return result
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _no_constant(text: str) -> Any:

@@ -142,13 +142,13 @@ def _fused(kind: str, order: list[int], base: dict[str, Any], key: str) -> tuple
 def _per_head(heads: int = 4, size: int = 4) -> list[int]:
     """q, k, v of each head in turn."""
     q, k, v = (np.arange(heads * size).reshape(heads, size) + i * heads * size for i in range(3))
-    return np.stack([q, k, v], axis=1).reshape(-1).tolist()
+    return [int(row) for row in np.stack([q, k, v], axis=1).reshape(-1)]
 
 
 def _per_group() -> list[int]:
     """Two queries, key, value of each of two kv heads in turn."""
     q, k, v = np.arange(16).reshape(2, 8), 16 + np.arange(8).reshape(2, 4), 24 + np.arange(8).reshape(2, 4)
-    return np.concatenate([q, k, v], axis=1).reshape(-1).tolist()
+    return [int(row) for row in np.concatenate([q, k, v], axis=1).reshape(-1)]
 
 
 _MHA = {**LLAMA, "num_key_value_heads": 4}

@@ -103,7 +103,9 @@ def _rank(path: str, config: dict[str, Any]) -> int:
     import re
 
     path = path.removeprefix("base_model.model.")
-    return next((r for key, r in config["rank_pattern"].items() if re.match(rf"(.*\.)?({key})$", path)), config["r"])
+    patterns: dict[str, int] = config["rank_pattern"]
+    default: int = config["r"]
+    return next((rank for key, rank in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))

@@ -258,7 +258,7 @@ def test_wrong_input_is_not_a_judgement(tmp_path: Path) -> None:
         {"adapter": "gs://bucket/adapter", "dtype": "float32"},
     ):
         with pytest.raises(InputError):
-            convert(out=tmp_path / "o", **arguments)  # type: ignore[arg-type]
+            convert(out=tmp_path / "o", **arguments)
     assert not (tmp_path / "o").exists()
 
 
