@@ -30,10 +30,12 @@ def server_name(port: int) -> str | None:
         return None
 
 
-def doors_not_open(pid: int, ports: Ports) -> list[str]:
-    """The doors on which this process does not listen (yet). None where we may not look into the process."""
+def doors_not_open(pid: int, ports: Ports) -> list[str] | None:
+    """The doors on which this process does not listen (yet). None where it is gone or may not be looked into."""
     sockets = sockets_of(pid)
-    return [door for door, port in ports.doors() if sockets is not None and not sockets & listening_inodes(port)]
+    if sockets is None:
+        return None
+    return [door for door, port in ports.doors() if not sockets & listening_inodes(port)]
 
 
 @dataclass

@@ -198,13 +198,14 @@ class TritonServer:
         if probe.server_name(ports.http) != self._name:
             raise PortTaken("http", ports.http, "another server answers on it", log_tail=self.log_tail())
         deadline = time.monotonic() + _DOORS_S
-        while closed := probe.doors_not_open(pid, ports):
+        while (closed := probe.doors_not_open(pid, ports)) != []:
             self._check_start()
             if time.monotonic() > deadline:
+                if closed is None:  # it lives, and this machine shows nobody its sockets
+                    return
                 port = dict(ports.doors())[closed[0]]
                 raise PortTaken(closed[0], port, "Triton does not listen on it", log_tail=self.log_tail())
             time.sleep(POLL_S)
-        self._check_start()
 
     def _check_start(self) -> None:
         """As `poll`, saying more exactly what made a start fail."""
