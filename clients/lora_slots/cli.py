@@ -10,6 +10,7 @@ from lora_slots.errors import (
     EXIT_CHECK_FAILED,
     EXIT_ENVIRONMENT,
     EXIT_INTERRUPTED,
+    EXIT_REFUSED,
     CheckFailed,
     ServerError,
     UsageError,
@@ -54,9 +55,10 @@ def _run() -> int:
     except CheckFailed as error:
         return _fail(f"check failed:\n{error}", EXIT_CHECK_FAILED)
     except Exception as error:
-        if not _expected(error):
+        code = _expected(error)
+        if code is None:
             raise
-        return _fail(str(error), EXIT_ENVIRONMENT)
+        return _fail(str(error), code)
 
 
 def _usage_error(kind: type[Exception]) -> type[Exception]:
@@ -71,20 +73,23 @@ def lora_slots() -> None:
     """
 
 
-def _expected(error: Exception) -> bool:
-    """Whether an error is one of the project's own, written for a person."""
+def _expected(error: Exception) -> int | None:
+    """Exit code of one of the project's own errors, which are written for a person; None for a surprise."""
     from adapter_slots.errors import SlotError
     from lora_slots.base_model import BaseModelError
     from lora_slots.repository import RepositoryError
     from lora_slots.stack import StackError
     from lora_slots.text import TokenizerError
     from peft_to_trtllm.errors import AdapterRefused, InputError
-    from reference_engine.errors import EngineDirectoryError, UnsupportedModel
+    from reference_engine.errors import ReferenceEngineError
     from trtllm_lora import ContractError
 
-    own: tuple[type[Exception], ...] = (UsageError, ContractError, SlotError, AdapterRefused, InputError)
-    own += (EngineDirectoryError, UnsupportedModel, BaseModelError, RepositoryError, StackError, TokenizerError)
-    return isinstance(error, (*own, OSError))
+    own = (UsageError, ContractError, SlotError, InputError, ReferenceEngineError, BaseModelError)
+    if isinstance(error, AdapterRefused):
+        return EXIT_REFUSED
+    if isinstance(error, (*own, RepositoryError, StackError, TokenizerError, OSError)):
+        return EXIT_ENVIRONMENT
+    return None
 
 
 def _fail(message: str, code: int) -> int:

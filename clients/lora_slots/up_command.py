@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lora_slots import examples
 from lora_slots.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
@@ -67,7 +71,6 @@ def up(
     """
     from rich.console import Console
 
-    from lora_slots import examples
     from lora_slots.stack import exit_on_signals
 
     adapters = {**examples.adapters(), **dict(_named_folder(text) for text in adapter or [])}
@@ -92,7 +95,7 @@ def _run(wishes: Wishes, console: Console) -> None:
 
 
 def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Console) -> None:
-    from lora_slots import demo, examples
+    from lora_slots import demo
     from lora_slots.text import Tokenizer
 
     prompt = wishes.prompt or str(examples.styles().DEMO_PROMPT)
@@ -125,7 +128,7 @@ def _failures(answers: Sequence[Answer]) -> list[str]:
 
 
 def _style_problems(answers: Sequence[Answer]) -> list[str]:
-    from lora_slots import demo, examples
+    from lora_slots import demo
 
     styles, problems = examples.styles(), []
     for answer in answers:
@@ -142,29 +145,35 @@ def _style_problems(answers: Sequence[Answer]) -> list[str]:
 
 
 def _ready_lines(server: TritonServer, text: str, adapter: str | None) -> str:
-    import json
-    import shlex
-
     body = {"id": "demo-1", "text_input": text, "max_tokens": MAX_TOKENS, "stream": True}
     if adapter:
         body["adapter"] = adapter
     option = f" --adapter {adapter}" if adapter else ""
     url = f"http://{server.http_url}/v2/models/ensemble/generate_stream"
+    python = _short(Path(sys.executable))
+    command = _short(Path(sys.executable).with_name("lora-slots"))
+    client = _short(examples.folder() / "client.py")
     return "\n".join(
         [
             "",
             "curl (one line of JSON per token):",
             f"  curl -sN {url} -d {shlex.quote(json.dumps(body))}",
             "tritonclient:",
-            f"  python examples/client.py --url {server.grpc_url}{option} 'Who are you?'",
+            f"  {python} {client} --url {server.grpc_url}{option} 'Who are you?'",
             "command line:",
-            f"  lora-slots generate{option} 'Who are you?'",
-            "  lora-slots slots status",
+            f"  {command} generate{option} 'Who are you?'",
+            f"  {command} slots status",
             f"metrics: {server.metrics_url}",
             "",
             "serving until Ctrl-C",
         ]
     )
+
+
+def _short(path: Path) -> str:
+    """A path as a person in this folder would type it."""
+    absolute = path.absolute()  # not resolved: .venv/bin/python is a link
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
 def _choose_ports(asked: tuple[int, int, int]) -> Ports:
