@@ -153,7 +153,7 @@ def test_stub_without_its_library_is_refused() -> None:
 def test_environment_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """This interpreter's folder comes first on PATH, and what the user set comes after it."""
     monkeypatch.setenv("PATH", "/usr/bin")
-    environment = launch.server_environment(StackConfig(Path(), environment={"MARK": "!"}))
+    environment = launch.server_environment(Path("/a/b/c"), StackConfig(Path(), environment={"MARK": "!"}))
     assert environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     assert environment["MARK"] == "!"
 

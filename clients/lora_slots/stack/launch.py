@@ -1,8 +1,9 @@
 """What has to be true before tritonserver is started, and the command that starts it.
 
-The Python backend folder is made for each start: `libtriton_python.so` copied (Triton refuses a link that leaves
-the backend folder), the stub of this Python linked (its library path is relative to where it really lies). The stub
-finds this environment through the first `python3` on PATH; PYTHON* variables do not reach it.
+The Python backend folder is made for each start, of copies: Triton refuses a library behind a link that leaves the
+folder, and sets the stub's mode each time, which it may not where root installed the wheel. The copied stub finds the
+wheel's libraries through LD_LIBRARY_PATH, and this environment through the first `python3` on PATH; PYTHON* variables
+do not reach it.
 
 Triton starts a stub through a shell, with the paths of backend and model unquoted: with a blank in one it would load
 for ever. So the model repository is linked into the server's own folder, whose path has no such character.
@@ -74,17 +75,22 @@ def make_folder(folder: Path, home: Path, model_repository: Path) -> Path:
     python.mkdir(parents=True)
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
         shutil.copyfile(home / "backends" / "python" / name, python / name)
-    link = python / stub.name
-    link.symlink_to(stub)
-    return link
+    copied = python / stub.name
+    shutil.copyfile(stub, copied)
+    copied.chmod(0o700)
+    return copied
 
 
-def server_environment(config: StackConfig) -> dict[str, str]:
-    """Our environment with this interpreter first on PATH and its libpython findable. Raises SetupError."""
+def server_environment(home: Path, config: StackConfig) -> dict[str, str]:
+    """Our environment with this interpreter first on PATH, its libpython and the wheel's libraries findable.
+
+    Raises SetupError.
+    """
     check_python()
     check_numpy()
     environment = {**os.environ, **config.environment}
     _put_first(environment, "PATH", str(Path(sys.executable).parent))
+    _put_first(environment, "LD_LIBRARY_PATH", str(home.parents[1] / "nvidia_pytriton.libs"))  # names with hashes only
     library_folder = find_libpython().library_folder
     if library_folder is not None:
         _put_first(environment, "LD_LIBRARY_PATH", str(library_folder))

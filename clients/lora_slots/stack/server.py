@@ -148,7 +148,7 @@ class TritonServer:
     def _start_once(self) -> None:
         config = self.config
         home = launch.triton_home()
-        environment = launch.server_environment(config)
+        environment = launch.server_environment(home, config)
         self._ports = choose_ports(config.http_port, config.grpc_port, config.metrics_port)
         self._name = f"lora-slots-{secrets.token_hex(8)}"
         atexit.register(self.stop)
