@@ -92,6 +92,7 @@ def convert_job(job: Job, out: Path, progress: Progress | None = None) -> Bundle
     hashing = FileHash(source)
     try:
         with BundleStream(out, ready.plan.config(), ready.plan.width, ready.dtype) as stream:
+            stream.begin()
             for number, values in ready.rows(progress):
                 stream.put(number, values)
             if job.report.problems:

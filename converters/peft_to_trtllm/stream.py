@@ -12,8 +12,8 @@ import hashlib
 import os
 import queue
 import shutil
-import tempfile
 import threading
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +30,7 @@ _ZEROS = bytes(_CHUNK)
 
 
 class BundleStream:
-    """Writes one bundle; a context manager. `put` every row in order, then `finish`."""
+    """Writes one bundle; a context manager. `begin`, `put` every row in order, then `finish`."""
 
     def __init__(self, parent: Path, config: IntArray, width: int, dtype: str) -> None:
         self._parent = parent
@@ -38,29 +38,39 @@ class BundleStream:
         self._shape = (1, config.shape[1], width)
         self._dtype = np.dtype("V2") if dtype == "bfloat16" else STORAGE[dtype]
         self._row_bytes = width * self._dtype.itemsize
+        self._folder = parent / f".writing-{os.urandom(8).hex()}"
         self._made_parent = False
+        self._file: FileIO | None = None
+        self._hash: _FollowingHash | None = None
 
     def __enter__(self) -> BundleStream:
+        return self  # nothing is opened here: an interrupt between this and the block's first line would leave it
+
+    def begin(self) -> None:
+        """Make the temporary directory and the head of the weights' file.
+
+        Raises:
+            BundleError: the place cannot be written.
+        """
         try:
-            if not self._parent.is_dir():
-                self._parent.mkdir(parents=True)
-                self._made_parent = True
-            self._folder = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._parent))
+            self._made_parent = not self._parent.is_dir()
+            self._folder.mkdir(parents=True)
             self._file = (self._folder / format_.WEIGHTS_FILE).open("w+b", buffering=0)
+            descr = self._dtype.str  # '<f4', '<f2' or '|V2', as numpy.save spells them
+            header = {"descr": descr, "fortran_order": False, "shape": self._shape}
+            np.lib.format.write_array_header_1_0(self._file, header)  # type: ignore[no-untyped-call]
         except OSError as error:
             raise BundleError(f"{self._parent}: cannot be written: {error.strerror or error}") from None
-        descr = self._dtype.str  # '<f4', '<f2' or '|V2', as numpy.save spells them
-        header = {"descr": descr, "fortran_order": False, "shape": self._shape}
-        np.lib.format.write_array_header_1_0(self._file, header)  # type: ignore[no-untyped-call]
         self._start = self._file.tell()
         self._hash = _FollowingHash(self._file.fileno(), self._start)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hash.stop()
-        self._file.close()
+        if self._hash:
+            self._hash.stop()
+        if self._file:
+            self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if kind is not None and self._made_parent:
             with contextlib.suppress(OSError):  # somebody else put something there
@@ -70,19 +80,26 @@ class BundleStream:
 
     def put(self, number: int, values: Array) -> None:
         """Write one row: `values` [≤ width] in the storage type; the rest of the row stays zero."""
+        file, following = self._opened()
         data = memoryview(values.data).cast("B")
         offset, done = self._start + number * self._row_bytes, 0
         while done < len(data):
-            done += os.pwrite(self._file.fileno(), data[done:], offset + done)
-        self._hash.follow(len(data), self._row_bytes - len(data))
+            done += os.pwrite(file.fileno(), data[done:], offset + done)
+        following.follow(len(data), self._row_bytes - len(data))
+
+    def _opened(self) -> tuple[FileIO, _FollowingHash]:
+        if self._file is None or self._hash is None:
+            raise BundleError("the stream was not begun")
+        return self._file, self._hash
 
     def finish(self, facts: BundleFacts) -> Bundle:
         """Complete the files, write the manifest, and give the bundle its name."""
+        file, following = self._opened()
         size = self._start + self._shape[1] * self._row_bytes
-        os.ftruncate(self._file.fileno(), size)
-        os.fsync(self._file.fileno())
+        os.ftruncate(file.fileno(), size)
+        os.fsync(file.fileno())
         files = {
-            format_.WEIGHTS_FILE: {"bytes": size, "sha256": self._hash.result()},
+            format_.WEIGHTS_FILE: {"bytes": size, "sha256": following.result()},
             format_.CONFIG_FILE: format_._write_array(self._folder / format_.CONFIG_FILE, self._config),
         }
         shape_only = np.broadcast_to(np.zeros(1, STORAGE[facts.dtype]), self._shape)

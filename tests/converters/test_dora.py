@@ -86,20 +86,20 @@ def test_wrong_directory_is_an_input_error(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # of peft and transformers about each other
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_it_is_pefts_dora(tmp_path: Path, model_type: str) -> None:
-    """(W0 + s·B·A) scaled by our magnitude is the weight PEFT merges, for linear and Conv1D bases, fused rows included."""
+    """(W0 + s·B·A) scaled by our magnitude is the weight PEFT merges, fused Conv1D rows included."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = {**LLAMA, "num_key_value_heads": 4, "model_type": model_type, "n_embd": 16, "n_head": 4, "n_layer": 2}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
     model.save_pretrained(tmp_path / "b")
     leaf = {"llama": "q_proj", "gpt2": "c_attn"}[model_type]
     lora = LoraConfig(
         r=4, target_modules=[leaf], use_dora=True, init_lora_weights=False, fan_in_fan_out=model_type == "gpt2"
     )
-    peft = get_peft_model(model, lora)
+    peft: Any = get_peft_model(model, lora)
     for name, parameter in peft.named_parameters():
         if "magnitude" in name:
             parameter.data *= torch.rand_like(parameter) + 0.5

@@ -145,7 +145,7 @@ def test_gate_up_is_up_then_gate(converted: Any, tp: int) -> None:
     tensors = llama_tensors({"mlp.gate_proj": 4, "mlp.up_proj": 4})
     found = bundle_deltas(converted(tensors, fused=["mlp_gate_up"], tp_size=tp), {"mlp_gate_up": (16, 48)})
     up, gate = fused_parts(tp, 24, 24)
-    split = {}
+    split: dict[tuple[int, str], np.ndarray[Any, Any]] = {}
     for layer in (0, 1):
         split |= {
             (layer, "mlp_gate"): found[layer, "mlp_gate_up"][up],

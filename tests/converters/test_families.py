@@ -28,9 +28,16 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 HEADS, HIDDEN = 4, 32
 COMMON = {
-    "vocab_size": 64, "hidden_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": HEADS,
-    "intermediate_size": 48, "max_position_embeddings": 32, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GPT = {"n_embd": HIDDEN, "n_head": HEADS, "n_layer": 1, "n_positions": 32, "n_ctx": 32, "n_inner": 48}
 BLOOM = {"n_layer": 1, "n_head": HEADS}
 MPT = {"d_model": HIDDEN, "n_heads": HEADS, "n_layers": 1, "max_seq_len": 32, "expansion_ratio": 2}
@@ -44,14 +51,20 @@ QKV: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "bloom": ("bloom", BLOOM, "self_attention.query_key_value", "self_attention.dense"),
     "falcon 7b": ("falcon", {"multi_query": True}, "self_attention.query_key_value", "self_attention.dense"),
     "falcon rw": (
-        "falcon", {"multi_query": False, "alibi": True}, "self_attention.query_key_value", "self_attention.dense",
+        "falcon",
+        {"multi_query": False, "alibi": True},
+        "self_attention.query_key_value",
+        "self_attention.dense",
     ),
     "falcon 40b": (
-        "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, "self_attention.query_key_value", "self_attention.dense",
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "self_attention.query_key_value",
+        "self_attention.dense",
     ),
     "mpt": ("mpt", MPT, "attn.Wqkv", "attn.out_proj"),
     "codegen": ("codegen", {**GPT, "rotary_dim": 4}, "attn.qkv_proj", "attn.out_proj"),
-}  # fmt: skip
+}
 GATE_UP = {
     "phi3": ("phi3", "mlp.gate_up_proj", "mlp.down_proj"),
     "glm": ("glm", "mlp.gate_up_proj", "mlp.down_proj"),
@@ -69,7 +82,9 @@ class Probe:
         self.torch = torch
         torch.manual_seed(0)
         made = AutoConfig.for_model(model_type, **{**COMMON, **config})
-        self.model = AutoModelForCausalLM.from_config(made, dtype=torch.float64).eval()
+        self.model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            made, dtype=torch.float64
+        ).eval()
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         modules = dict(self.model.named_modules())

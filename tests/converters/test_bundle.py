@@ -1,0 +1,117 @@
+"""The bundle that comes out: same bytes as the leaf writes, same digest everywhere, all or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.peft_files import LLAMA_DIMS, llama_tensors, write_adapter
+
+from peft_to_trtllm import InputError, convert, stream
+from peft_to_trtllm.job import Job, Request
+from trtllm_lora import Row, open_bundle, pack, write_bundle
+from trtllm_lora.bundle import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
+
+MIXED = {"self_attn.q_proj": 8, "self_attn.v_proj": 4, "mlp.down_proj": 2}
+CONFIG = {"rank_pattern": {"q_proj": 8, "down_proj": 2}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_same_bytes_as_the_leaf(tmp_path: Path, dtype: str) -> None:
+    """Written row by row with holes, or whole by trtllm_lora.write_bundle: every file is the same."""
+    adapter = write_adapter(tmp_path / "a", llama_tensors(MIXED), CONFIG)
+    ours = convert(adapter, out=tmp_path / "ours", dtype=dtype)
+    with Job(Request(str(adapter), dtype=dtype)) as job:
+        assert job.conversion
+        ready = job.conversion
+        rows = []
+        for number, numbers in ready.rows():
+            row = ready.plan.rows[number]
+            end = row.rank * row.d_in
+            a, b = numbers[:end].reshape(row.rank, row.d_in), numbers[end:].reshape(row.d_out, row.rank)
+            rows.append(Row(row.module_id, row.layer, a.copy(), b.copy()))
+        weights, table = pack(rows, dtype)
+        digest = hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest()
+        theirs = write_bundle(tmp_path / "theirs", weights, table, ready.facts(digest))
+    assert ours.digest == theirs.digest
+    for name in (WEIGHTS_FILE, CONFIG_FILE, MANIFEST_FILE):
+        assert (ours.path / name).read_bytes() == (theirs.path / name).read_bytes(), name
+    open_bundle(ours.path).verify()
+
+
+def test_same_input_same_digest(tmp_path: Path) -> None:
+    """Neither time nor path nor the order of the file's header enters the rows; the same files give one digest."""
+    first = write_adapter(tmp_path / "one" / "pirate", llama_tensors(MIXED), CONFIG)
+    second = tmp_path / "two" / "pirate"
+    shutil.copytree(first, second)
+    os.utime(second / "adapter_model.safetensors", (1, 1))
+    bundles = [convert(adapter, out=tmp_path / "o", dtype="float16") for adapter in (first, second)]
+    assert bundles[0].digest == bundles[1].digest
+    assert [item.name for item in (tmp_path / "o").iterdir()] == [bundles[0].digest]
+    turned = write_adapter(tmp_path / "three" / "pirate", dict(reversed(llama_tensors(MIXED).items())), CONFIG)
+    other = convert(turned, out=tmp_path / "o", dtype="float16")
+    np.testing.assert_array_equal(other.weights(), bundles[0].weights())
+
+
+def test_rows_are_sorted_and_three_columns_wide(tmp_path: Path) -> None:
+    """(layer, module id) order, three columns, a leading 1, zeros to the widest row."""
+    bundle = convert(write_adapter(tmp_path / "a", llama_tensors(MIXED), CONFIG), out=tmp_path / "o", dtype="float16")
+    assert bundle.config().tolist() == [[[1, 0, 8], [3, 0, 4], [6, 0, 2], [1, 1, 8], [3, 1, 4], [6, 1, 2]]]
+    widths = [rank * sum(LLAMA_DIMS[leaf]) for leaf, rank in MIXED.items()]
+    assert bundle.weights().shape == (1, 6, max(widths))
+    for row, width in zip(bundle.weights()[0], widths * 2, strict=True):
+        assert not row[width:].any()
+
+
+def test_facts(tmp_path: Path) -> None:
+    """The manifest says whose weights these are, and with which scales."""
+    adapter = write_adapter(
+        tmp_path / "pirate", llama_tensors(), {"base_model_name_or_path": "org/llama", "revision": "r1"}
+    )
+    manifest = convert(adapter, out=tmp_path / "o", dtype="float32").manifest
+    assert manifest["adapter"] == "pirate"
+    assert (manifest["base_model"], manifest["base_revision"]) == ("org/llama", "r1")
+    assert manifest["scales"]["model.layers.0.self_attn.q_proj"] == 2.0
+    for name, digest in manifest["source_sha256"].items():
+        assert digest == hashlib.sha256((adapter / name).read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device"), RuntimeError])
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    """Whatever ends a run in the middle, nothing is left where the bundle would have been."""
+
+    def put(self: Any, number: int, values: Any) -> None:
+        if number:
+            raise error
+        whole(self, number, values)
+
+    whole = stream.BundleStream.put
+    monkeypatch.setattr(stream.BundleStream, "put", put)
+    expected = InputError if isinstance(error, OSError) else error
+    with pytest.raises(expected):
+        convert(write_adapter(tmp_path / "a", llama_tensors()), out=tmp_path / "o", dtype="float32")
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file in the way of --out is an input error, and stays."""
+    (tmp_path / "o").write_text("mine")
+    with pytest.raises(InputError):
+        convert(write_adapter(tmp_path / "a", llama_tensors()), out=tmp_path / "o", dtype="float32")
+    assert (tmp_path / "o").read_text() == "mine"
+
+
+def test_other_bundles_are_left_alone(tmp_path: Path) -> None:
+    """A refusal removes nothing that was there before."""
+    good = convert(write_adapter(tmp_path / "a", llama_tensors()), out=tmp_path / "o", dtype="float32")
+    bad = {key: value * np.float32("nan") for key, value in llama_tensors().items()}
+    from peft_to_trtllm import AdapterRefused
+
+    with pytest.raises(AdapterRefused):
+        convert(write_adapter(tmp_path / "b", bad), out=tmp_path / "o", dtype="float32")
+    assert [item.name for item in (tmp_path / "o").iterdir()] == [good.digest]
