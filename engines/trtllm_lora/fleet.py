@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from trtllm_lora.errors import ContractError, GeometryError
+from trtllm_lora.errors import ContractError
 from trtllm_lora.geometry import CacheGeometry
 from trtllm_lora.modules import MODULES, dims, local_dims
 from trtllm_lora.shape import ITEM_BYTES, EngineShape
@@ -137,14 +137,3 @@ def with_rank(fleet: Fleet, rank: int, shape: EngineShape) -> Fleet:
         rows = tuple((row[0], row[1], rank, *row[3:]) for row in group.rows)
         groups.append(replace(group, rows=rows, num_bytes=bytes_of_rows(rows, shape)))
     return Fleet(tuple(groups))
-
-
-def fits(fleet: Fleet, geometry: CacheGeometry) -> list[str]:
-    """Why groups of the fleet could never be put into this engine's cache; empty if all can."""
-    problems = []
-    for group in fleet.groups:
-        try:
-            geometry.max_pages_for(group.rows)
-        except GeometryError as error:
-            problems.append(f"{group.count} adapters of rank {group.rank}: {error}")
-    return problems

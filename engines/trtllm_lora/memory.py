@@ -46,8 +46,8 @@ def engine_memory(profile: EngineProfile, *, runtime_bytes: int = RUNTIME_BYTES)
         (
             "weights: linear layers / (tp x pp) in the quantised type, embedding whole and output layer / tp in the "
             "engine's dtype, both counted when they are tied",
-            "activations: max_num_tokens x (4 hidden + widest layer + LoRA ranks of q, k, v) in the engine's dtype, and "
-            "max_batch_size x vocabulary logits in float32, twice",
+            "activations: max_num_tokens x (4 hidden + widest layer + LoRA ranks of q, k, v) in the engine's dtype, "
+            "and max_batch_size x vocabulary logits in float32, twice",
             f"runtime: {runtime_bytes / 2**30:.1f} GiB for CUDA context, cuBLAS, NCCL and decoder buffers",
             f"KV cache: blocks of {TOKENS_PER_BLOCK} tokens",
         ),

@@ -184,7 +184,7 @@ def _best_geometry(wish: Wish, slots: int, max_rank: int) -> tuple[CacheGeometry
 
 
 def _fractions(profile: EngineProfile, free: int, cache_bytes: int) -> tuple[float, float]:
-    """KV and LoRA fractions: the profile's where it says them, else such that `cache_bytes` and the headroom are left."""
+    """KV and LoRA fractions: the profile's where it says them, else such that cache and headroom are left."""
     kv = profile.serving.kv_cache_fraction
     if kv is None:
         kv = math.floor((1 - HEADROOM - cache_bytes / free) * 1000) / 1000
@@ -262,8 +262,8 @@ def _configured_warnings(plan: Plan, wish: Wish) -> Iterator[str]:
     if room < min(plan.slots, wish.fleet.count):
         what = "holds no adapter of the largest kind" if not room else f"holds {room} of the largest adapters"
         yield (
-            f"the profile's lora_host_memory of {size} bytes is {pages} pages and {what}, {plan.slots} slots are wanted: "
-            "while they are busy, one more gets `Cache is full. There are no done tasks to evict` "
+            f"the profile's lora_host_memory of {size} bytes is {pages} pages and {what}, {plan.slots} slots are "
+            "wanted: while they are busy, one more gets `Cache is full. There are no done tasks to evict` "
             f"(tensorrtllm_backend#559); write {plan.host_bytes}"
         )
 

@@ -49,7 +49,7 @@ _RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
 def rule_problems(document: Document, values: Values) -> list[Problem]:
-    """What the rules say of a profile's values; rules whose values are missing or wrong by themselves are passed over."""
+    """What the rules say of a profile's values; a rule whose values are missing or wrong by themselves is passed over."""
     problems = []
     for needs, rule in _RULES:
         if all(name in values for name in needs):
@@ -108,15 +108,15 @@ def _dense_input(v: Values) -> Iterator[Found]:
     if "attn_dense" in v["lora.modules"] and heads * head_size != hidden:
         yield (
             f"lora.modules.{v['lora.modules'].index('attn_dense')}",
-            f"attn_dense takes {heads} heads x {head_size} = {heads * head_size} values here, the runtime cuts its rows "
-            f"for hidden_size {hidden}, in the wrong place and without an error (loraModule.cpp)",
+            f"attn_dense takes {heads} heads x {head_size} = {heads * head_size} values here, the runtime cuts its "
+            f"rows for hidden_size {hidden}, in the wrong place and without an error (loraModule.cpp)",
             "leave attn_dense out, and train adapters without o_proj",
         )
 
 
 @_needs("lora.modules", "engine.tensor_parallel")
 def _fused_with_tp(v: Values) -> Iterator[Found]:
-    """The runtime takes a contiguous block of output rows per rank, so fused rows need an order of their own (#8063)."""
+    """The runtime takes a contiguous block of output rows per rank, so fused rows need their own order (#8063)."""
     for i, name in enumerate(v["lora.modules"]):
         if name in _FUSED and v["engine.tensor_parallel"] > 1:
             yield (
@@ -151,8 +151,8 @@ def _plugin_dtype(v: Values) -> Iterator[Found]:
     if v["lora.plugin_dtype"] not in ("auto", v["engine.dtype"]):
         yield (
             "lora.plugin_dtype",
-            f"plugin {v['lora.plugin_dtype']} on a {v['engine.dtype']} engine: adapters in the engine's dtype, which the "
-            "request check demands, are then not applied and answers are the base's (tensorrtllm_backend#791)",
+            f"plugin {v['lora.plugin_dtype']} on a {v['engine.dtype']} engine: adapters in the engine's dtype, which "
+            "the request check demands, are then not applied and answers are the base's (tensorrtllm_backend#791)",
             "write auto",
         )
 

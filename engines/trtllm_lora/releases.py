@@ -39,8 +39,8 @@ def version_problem(version: str) -> tuple[str, str] | None:
     line = (int(numbers[1]), int(numbers[2]))
     if line > LAST_WITH_ENGINES:
         return (
-            f"TensorRT-LLM {version} cannot build or run engines: the TensorRT backend, trtllm-build and the C++ Triton "
-            "backend were removed after 1.2 (TensorRT-LLM #15907, #15918)",
+            f"TensorRT-LLM {version} cannot build or run engines: the TensorRT backend, trtllm-build and the C++ "
+            "Triton backend were removed after 1.2 (TensorRT-LLM #15907, #15918)",
             "write 1.2.1, the last line with engines",
         )
     if line < FIRST_SUPPORTED:
@@ -69,8 +69,8 @@ def container_problem(container: str, version: str) -> tuple[str, str] | None:
         return f"NGC {tag[1]}.{tag[2]} is older than the releases this program knows", instead
     if has != version:
         return (
-            f"NGC {tag[1]}.{tag[2]} carries TensorRT-LLM {has}, the profile says {version}; an engine loads only in the "
-            "version that built it",
+            f"NGC {tag[1]}.{tag[2]} carries TensorRT-LLM {has}, the profile says {version}; an engine loads only in "
+            "the version that built it",
             instead,
         )
     return None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from trtllm_lora.fleet import Fleet, FleetError, group_of_rank, with_rank
+from trtllm_lora.fleet import Fleet, FleetError, Group, group_of_rank, with_rank
 from trtllm_lora.plan import Wish
 from trtllm_lora.profile import parse_bytes
 
@@ -41,7 +41,7 @@ def _max_rank(wish: Wish, value: str) -> Wish:
     serving = wish.profile.serving.model_copy(update={"lora_max_rank": None})
     profile = wish.profile.model_copy(update={"lora": lora, "serving": serving})
     largest = max(wish.fleet.ranks)
-    groups = []
+    groups: list[Group] = []
     for group in wish.fleet.groups:
         if group.rank == largest or group.rank > rank:
             groups += with_rank(Fleet((group,)), rank, profile.shape()).groups

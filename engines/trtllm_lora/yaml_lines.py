@@ -56,7 +56,7 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """Read a file; what is wrong with it as YAML is in `problems`, and `data` is then None. Never raises for content."""
+    """Read a file; what is wrong with it as YAML is in `problems`, and `data` is then None. Never raises."""
     document = Document(str(path))
     try:
         text = path.read_text(encoding="utf-8")

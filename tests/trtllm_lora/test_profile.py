@@ -174,7 +174,7 @@ def test_every_problem_at_once_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "says"),
     [
-        (lambda file: None, "No such file"),
+        (lambda _file: None, "No such file"),
         (lambda file: file.write_text("a: [1\nb: 2"), "not YAML"),
         (lambda file: file.write_text("- a\n"), "a mapping of keys is expected"),
         (lambda file: file.write_text(""), "a mapping of keys is expected"),
