@@ -47,9 +47,12 @@ class Decoder:
         self._embed = self._weights["embed"]
         self._cos, self._sin = rotary_tables(self._config, engine.shape.max_seq_len)
         shape = (num_blocks, self._config.num_kv_heads, BLOCK_TOKENS, self._config.head_size)
+        # bfloat16 is computed only by an engine of that dtype, and only where the processor has it
+        can = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        self._bfloat16 = engine.shape.dtype == "bfloat16" and "BF16" in can
         # zeros are not touched until a block is used: the operating system counts only what was written
         self._caches = {
-            f"{layer}.{name}": np.zeros(shape, np.float32)
+            f"{layer}.{name}": np.zeros(shape, np.uint16 if self._bfloat16 else np.float32)
             for layer in range(self._config.num_layers)
             for name in ("keys", "values")
         }
@@ -59,10 +62,11 @@ class Decoder:
         self._compile()
 
     def _compile(self) -> None:
-        graph = DecoderGraph(self._config, self._weights, self.sites, dora=self._dora, item=ov.Type.f32)
+        kind = ov.Type.bf16 if self._bfloat16 else ov.Type.f32
+        graph = DecoderGraph(self._config, self._weights, self.sites, dora=self._dora, cache=kind)
         options = {
-            "INFERENCE_PRECISION_HINT": "bf16" if self._engine.shape.dtype == "bfloat16" else "f32",
-            "KV_CACHE_PRECISION": "f32",
+            "INFERENCE_PRECISION_HINT": kind,
+            "KV_CACHE_PRECISION": kind,
             "INFERENCE_NUM_THREADS": self._threads,
             "ENABLE_CPU_PINNING": False,
         }
@@ -70,7 +74,7 @@ class Decoder:
         del graph
         self._weights.release()
         for name, cache in self._caches.items():
-            self._request.set_tensor(name, ov.Tensor(cache, shared_memory=True))
+            self._request.set_tensor(name, ov.Tensor(cache, ov.Shape(list(cache.shape)), kind))
         self._stack_version = -1
 
     @property

@@ -37,9 +37,9 @@ class DecoderGraph:
     """Builds the graph of one model; `model` is the result."""
 
     def __init__(
-        self, config: LlamaConfig, weights: MappedTensors, sites: tuple[Site, ...], *, dora: bool, item: ov.Type
+        self, config: LlamaConfig, weights: MappedTensors, sites: tuple[Site, ...], *, dora: bool, cache: ov.Type
     ) -> None:
-        self._config, self._weights, self._item, self._dora = config, weights, item, dora
+        self._config, self._weights, self._cache, self._dora = config, weights, cache, dora
         self._sites = {site.name: site for site in sites}
         self._parameters: list[Any] = []
         self._steps()
@@ -84,7 +84,8 @@ class DecoderGraph:
         qk, v = ops.variadic_split(self._linear(x, layer, "qkv"), _ints(1), split).outputs()
         split = _ints([heads * c.head_size, kv * c.head_size])
         q, k = ops.variadic_split(self._rotate(qk, heads + kv), _ints(1), split).outputs()
-        cache = [self._input(f"{layer}.{name}", [-1, kv, BLOCK_TOKENS, c.head_size]) for name in ("keys", "values")]
+        shape = [-1, kv, BLOCK_TOKENS, c.head_size]
+        cache = [self._input(f"{layer}.{name}", shape, self._cache) for name in ("keys", "values")]
         arguments = [
             *(q, k, v, *cache, *self._lens),
             *(_float(c.head_size**-0.5), _ints(0), _const(_EMPTY_FLOAT), self._longest),  # scale, window, alibi
@@ -138,7 +139,7 @@ class DecoderGraph:
     def _weight(self, name: str) -> Any:
         stored = self._weights[name]
         constant = _constant(stored)
-        return constant if constant.get_element_type() == self._item else ops.convert(constant, self._item)
+        return constant if stored.dtype == np.float32 else ops.convert(constant, ov.Type.f32)
 
 
 def _constant(array: Array) -> Any:
