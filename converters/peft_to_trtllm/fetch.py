@@ -67,6 +67,7 @@ def _client() -> tuple[Any, tuple[type[Exception], ...]]:
     except ImportError:
         raise InputError("reading s3:// needs boto3, which is not installed") from None
     try:
-        return boto3.client("s3"), (exceptions.BotoCoreError, exceptions.ClientError, OSError)
+        config = importlib.import_module("botocore.config").Config(connect_timeout=5, read_timeout=30)
+        return boto3.client("s3", config=config), (exceptions.BotoCoreError, exceptions.ClientError, OSError)
     except (exceptions.BotoCoreError, ValueError) as error:
         raise InputError(f"S3: {error}") from None

@@ -82,7 +82,7 @@ class Conversion:
             dtype=self.dtype,
             base_model=self.settings.base_model,
             base_revision=self.settings.base_revision,
-            modules={row.module: (row.d_in, row.d_out) for row in self.plan.rows},
+            modules={row.module: (row.d_in * row.num_experts, row.d_out * row.num_experts) for row in self.plan.rows},
             num_layers=self.num_layers,
             tp_size=self.tp_size,
             scales=dict(sorted(self.plan.scales.items())),
