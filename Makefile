@@ -1,6 +1,6 @@
 # Everything runs in .venv, which is made on first use; nothing needs to be activated. Settings, all optional:
 #   PYTHON=python3.12   the interpreter .venv is made with (3.11 or 3.12)
-#   ARGS="..."          arguments for `make up`, `make test` and `make bench`
+#   ARGS="..."          arguments for `make up` and `make test`
 .DEFAULT_GOAL := help
 SHELL := /bin/sh
 PYTHON ?=
@@ -57,8 +57,9 @@ docs: $(runtime) $(dev) ## write the generated parts of the documents
 docs-check: $(runtime) $(dev) ## the generated parts are up to date, links lead somewhere
 	$(bin)/python ci/docs.py --check
 
-bench: $(runtime) $(dev) ## measure, and print one table
-	$(bin)/python bench/run.py $(ARGS)
+bench: $(runtime) $(dev) ## measure what the router adds to a request and a token, then how fast a conversion is
+	$(bin)/python bench/ensemble.py
+	$(bin)/python bench/convert.py
 
 lock: $(runtime) ## resolve requirements/*.txt anew
 	ci/lock

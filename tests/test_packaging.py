@@ -1,14 +1,17 @@
-"""The wheel, built as a user gets it: from the sdist, with nothing but what pyproject.toml names."""
+"""The wheel, built as a user gets it, from the sdist, with what pyproject.toml names; and the locked files."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"trtllm_lora", "reference_engine", "peft_to_trtllm", "adapter_slots", "lora_slots"}
@@ -87,3 +90,39 @@ def test_wheel_has_no_litter(wheel: Path) -> None:
         assert not name.name.startswith(".") or name.name == ".gitkeep"  # an empty version folder of a model
         assert name.suffix != ".pyc"
         assert "tests" not in name.parts
+
+
+def _locked(name: str) -> dict[str, str]:
+    """Package -> version in a file of requirements/; every one of them by hash."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text().replace("\\\n", "")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert all("--hash=sha256:" in line for line in lines)
+    pins = (Requirement(line.split(" --hash")[0].strip()) for line in lines)
+    return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+
+
+def test_locked_files_hold_what_the_project_asks_for() -> None:
+    """Each dependency is locked, within its range: `make lock` was not forgotten."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups = project["dependency-groups"]
+    wanted = {
+        "runtime": project["project"]["dependencies"] + project["project"]["optional-dependencies"]["embedded"],
+        "dev": groups["test"] + groups["lint"],
+        "oracle": groups["oracle"],
+    }
+    for name, requirements in wanted.items():
+        locked = _locked(name)
+        for requirement in map(Requirement, requirements):
+            version = locked.get(canonicalize_name(requirement.name))
+            assert version is not None, f"{requirement} is not in requirements/{name}.txt: make lock"
+            assert requirement.specifier.contains(version), f"{requirement}, but {version} is locked: make lock"
+
+
+def test_locked_files_agree() -> None:
+    """No package is locked in two versions, and nothing of CUDA is locked at all."""
+    versions: dict[str, str] = {}
+    for name in ("build", "runtime", "embedded", "dev", "oracle", "torch"):
+        for package, version in _locked(name).items():
+            assert versions.setdefault(package, version) == version
+            assert not package.startswith(("cuda", "triton-")) and "-cu1" not in package
+    assert versions["torch"].endswith("+cpu")
