@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peft_to_trtllm.errors import InputError
 from peft_to_trtllm.report import Findings
@@ -34,8 +33,7 @@ _LOOK_ALIKES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(NamedTuple):
     """An open adapter: its config as parsed, its tensors by name."""
 
     path: Path

@@ -9,9 +9,9 @@ Legend: H hidden, F intermediate, Q heads x head size, K kv heads x head size, E
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from peft_to_trtllm.errors import InputError
 from peft_to_trtllm.strict_json import JsonProblem, parse_object
@@ -38,14 +38,13 @@ _FOUR_TIMES = frozenset(
 """Families whose intermediate size is 4 x hidden where the config does not state it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(NamedTuple):
     """What is known of the base. Sizes are whole numbers, or None where nobody states them."""
 
     source: str
     """File the facts come from, for messages."""
     model_type: str
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    raw: Mapping[str, Any] = MappingProxyType({})
     hidden: int | None = None
     layers: int | None = None
     heads: int | None = None

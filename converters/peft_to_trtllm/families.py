@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from peft_to_trtllm.base import Base
 
 Order = Literal["stacked", "grouped", "codegen"]
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """Target modules of one leaf, in the order their rows come."""
 
     modules: tuple[str, ...]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from peft_to_trtllm.report import Findings
 
@@ -18,8 +18,7 @@ DEFAULT_ALPHA = 8
 """`lora_alpha` and `r` of a config that does not name them (PEFT 0.4 and later)."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockDiagonal:
+class BlockDiagonal(NamedTuple):
     """`use_bdlora`: which modules store A or B as the blocks of a block-diagonal matrix."""
 
     a_names: tuple[str, ...]
@@ -27,15 +26,14 @@ class BlockDiagonal:
     nblocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """The fields that enter the arithmetic, checked."""
 
     r: int = DEFAULT_ALPHA
     lora_alpha: float = DEFAULT_ALPHA
     use_rslora: bool = False
-    rank_pattern: Mapping[str, float] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Mapping[str, float] = MappingProxyType({})
+    alpha_pattern: Mapping[str, float] = MappingProxyType({})
     use_dora: bool = False
     lora_bias: bool = False
     block_diagonal: BlockDiagonal | None = None

@@ -12,7 +12,6 @@ Source: TensorRT-LLM `tensorrt_llm/lora_manager.py` prepare_fused_lora_modules_f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -39,7 +38,7 @@ def fuse(plan: Plan, fused: Sequence[str], tp_size: int, dims: Dimensions, probl
             rows = [row for row in rows if row.layer != layer or row.module not in parts]
             if joined:
                 rows.append(joined)
-    return replace(plan, rows=tuple(sorted(rows, key=lambda row: (row.layer, row.module_id))))
+    return plan._replace(rows=tuple(sorted(rows, key=lambda row: (row.layer, row.module_id))))
 
 
 def _join(module: str, parts: Mapping[str, Row], tp_size: int, dims: Dimensions, problems: Findings) -> Row | None:

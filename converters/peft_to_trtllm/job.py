@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from peft_to_trtllm.adapter import CONFIG, Adapter, open_adapter
 from peft_to_trtllm.base import Base, read_base
@@ -36,8 +35,7 @@ TOOL = "lora-slots/peft_to_trtllm 1"
 """Written into bundles. The number rises when the same adapter would give other bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """What the caller asks for; see `api.convert` for the meaning of each."""
 
     adapter: str
@@ -50,8 +48,7 @@ class Request:
     tp_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(NamedTuple):
     """An adapter that nothing but its values can still speak against."""
 
     adapter: Adapter

@@ -11,14 +11,12 @@ file becomes one of three: *used* (a `Part`), *known and ignored* (`Ignored`), o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Role = Literal["A", "B", "magnitude", "bias"]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A tensor that belongs to an adapted module."""
 
     role: Role
@@ -28,15 +26,13 @@ class Part:
     """Name of the adapter inside the key (`lora_A.default.weight`), or empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ignored:
+class Ignored(NamedTuple):
     """A tensor that is known to have no effect on the result."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """A tensor that stands against the conversion."""
 
     rule: str
@@ -44,8 +40,7 @@ class Refused:
     wanted: str
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where in the model a module path points: prefix, layer number, leaf path below the layer."""
 
     prefix: tuple[str, ...]

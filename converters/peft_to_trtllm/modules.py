@@ -6,15 +6,14 @@ Every tensor of the file ends here in a module, in the report's `ignored`, or as
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from peft_to_trtllm.keys import Ignored, Part, Refused, Role, parse_key
 from peft_to_trtllm.report import Findings, Report
 from peft_to_trtllm.tensor_file import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Adapted:
+class Adapted(NamedTuple):
     """One adapted module of the file."""
 
     path: str

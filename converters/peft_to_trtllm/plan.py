@@ -6,7 +6,7 @@ dimensions against the base; then one block per target module, gathered into row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from peft_to_trtllm.base import Base
 from peft_to_trtllm.dims import SYMBOLS, Dimensions
@@ -24,8 +24,7 @@ from peft_to_trtllm.stored import stored_factors
 MOE_MODULES = frozenset({"moe_h_to_4h", "moe_4h_to_h", "moe_gate"})
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """One block and the row it belongs to."""
 
     module: str

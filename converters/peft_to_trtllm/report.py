@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 RULES_PAGE = "docs/conversion-rules.md"
 _KEPT_PER_RULE = 8
 _LONGEST_TEXT = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One reason against a conversion, or one thing to know about it."""
 
     rule: str
@@ -59,11 +58,10 @@ class Findings:
 
     def to_json(self) -> dict[str, Any]:
         """`problems` and the full `counts` per rule."""
-        return {"problems": [asdict(problem) for problem in self.kept], "counts": dict(self.counts)}
+        return {"problems": [problem._asdict() for problem in self.kept], "counts": dict(self.counts)}
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """One line of the match table: an adapted module of the file and the rows it becomes."""
 
     module: str
@@ -126,7 +124,7 @@ class Report:
             "ok": self.ok,
             "refusals": self.problems.to_json(),
             "warnings": self.warnings.to_json(),
-            "matches": [asdict(match) for match in self.matches],
+            "matches": [match._asdict() for match in self.matches],
             "ignored": self.ignored,
         }
         return json.dumps(content, indent=1)

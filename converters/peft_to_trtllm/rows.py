@@ -8,7 +8,7 @@ its file is ordered.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,7 @@ from trtllm_lora import MODULES
 Index = npt.NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
-class Factors:
+class Factors(NamedTuple):
     """One A and one B of the file, and how they are stored.
 
     The factors meant are A [r, in] and B [out, r] with ΔW = scale * B @ A; the fields say what must be done to the
@@ -40,16 +39,15 @@ class Factors:
     b_blocks: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A pair of factors placed in a row: rows `b_rows` of B become rows `outs` of the target, at rank `rank_at`.
 
     One block holds one A, whole: the range of a row is balanced between the A and the B of each block.
     """
 
     factors: Factors
-    b_rows: slice | Index = field(default_factory=lambda: slice(None))
-    outs: slice | Index = field(default_factory=lambda: slice(None))
+    b_rows: slice | Index = slice(None)
+    outs: slice | Index = slice(None)
     source_expert: int = 0
     """Which expert of the pair."""
     expert: int = 0
@@ -57,8 +55,7 @@ class Block:
     rank_at: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One row of lora_weights: A [E, r, in] then B [E, out, r] then, with DoRA, the magnitude [out]."""
 
     module: str
@@ -84,8 +81,7 @@ class Row:
         return self.num_experts * self.rank * (self.d_in + self.d_out) + extra
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Every row of the bundle, in its order."""
 
     rows: tuple[Row, ...]

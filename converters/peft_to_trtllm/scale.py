@@ -18,10 +18,9 @@ import re
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from re import _constants as sre  # type: ignore[attr-defined]
 from re import _parser as sre_parser  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, NamedTuple
 
 from peft_to_trtllm.fields import Settings
 from peft_to_trtllm.report import Findings
@@ -31,8 +30,7 @@ _MATCHING_SECONDS = 10.0
 _REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT)
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(NamedTuple):
     """Rank and scale the config gives one module. `alpha / divisor` in float64."""
 
     rank: int

@@ -9,7 +9,7 @@ One A serves every part: a fused matrix split by rows of B is exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from peft_to_trtllm.rows import Index
 _CODEGEN_BLOCKS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The part of a leaf that one target module takes."""
 
     module: str

@@ -25,7 +25,7 @@ from trtllm_lora import Bundle, BundleError, BundleFacts
 from trtllm_lora import bundle as format_
 from trtllm_lora.tensors import STORAGE, IntArray
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 _ZEROS = bytes(_CHUNK)
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,7 @@ _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _PROMPTS, _TOKENS = 3, 16
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How far the bundle is from PEFT, over all logits of the prompts."""
 
     largest_difference: float
