@@ -5,7 +5,10 @@ Rules:
    parameter that is still a `${…}` at the end is left out, so no placeholder can survive.
 2. `lora_router` gets the inputs of `tensorrt_llm` as inputs and as outputs, and the ensemble the maps between the two:
    one list of names, in the template of `tensorrt_llm`.
-3. `lora_weights` has the engine's dtype in every model on the path (tensorrtllm_backend#671, #750).
+3. `lora_weights` has the engine's dtype, and `lora_config` 3 columns or 4, in every model on the path
+   (tensorrtllm_backend#671, #750).
+4. Two forms of `tensorrt_llm`: `python`, the reference engine, and `tensorrtllm`, NVIDIA's C++ backend. They differ in
+   the header, the batching and one parameter, never in tensors.
 """
 
 from __future__ import annotations
@@ -14,12 +17,17 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trtllm_lora import EngineShape
+from trtllm_lora.shape import read_json
 
 MODELS = ("preprocessing", "lora_router", "tensorrt_llm", "postprocessing", "ensemble")
 _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
+Backend = Literal["python", "tensorrtllm"]
+WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
+"""Where the NGC image has the C++ backend's worker."""
+_LOGITS = ("draft_logits", "context_logits", "generation_logits")
 _CACHE_PARAMETERS = (
     "lora_cache_host_memory_bytes",
     "lora_cache_optimal_adapter_size",
@@ -46,6 +54,11 @@ class RepositoryConfig:
     """Parameters of `lora_router` (adapter_slots.Settings)."""
     engine: Mapping[str, str] = field(default_factory=dict)
     """Parameters of `tensorrt_llm`; the `lora_cache_*` ones are given to `lora_router` too."""
+    text: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of `preprocessing` and `postprocessing`; each takes those it has."""
+    backend: Backend = "python"
+    dora: bool = False
+    """`lora_config` has 4 columns."""
     with_router: bool = True
     """False leaves `lora_router` out of the ensemble: the yardstick of the benchmarks."""
 
@@ -62,7 +75,9 @@ def render(config: RepositoryConfig, out: Path, templates: Path | None = None) -
     models = {name: _parse(templates / name / "config.pbtxt") for name in MODELS}
     for model in models.values():
         model.max_batch_size = config.max_batch_size
-    _set_lora_types(models.values(), shape.dtype)
+    _set_tensors(models.values(), shape.dtype, logits_dtype(config.engine_dir), dora=config.dora)
+    if config.backend == "tensorrtllm":
+        _to_cpp_backend(models["tensorrt_llm"], config.max_batch_size)
     _fill(models, config)
     _join(models, with_router=config.with_router)
     if not config.with_router:
@@ -73,7 +88,7 @@ def render(config: RepositoryConfig, out: Path, templates: Path | None = None) -
         (out / name / "1").mkdir(parents=True)
         (out / name / "config.pbtxt").write_text(_text(model), encoding="utf-8")
         source = templates / name / "1" / "model.py"
-        if source.is_file():
+        if source.is_file() and model.backend == "python":
             shutil.copyfile(source, out / name / "1" / "model.py")
     return out
 
@@ -103,21 +118,45 @@ def _text(model: Any) -> str:
     return str(text_format.MessageToString(model))
 
 
-def _set_lora_types(models: Any, dtype: str) -> None:
+def logits_dtype(engine_dir: Path) -> str:
+    """`pretrained_config.logits_dtype` of an engine; float32 where it does not say."""
+    config = read_json(engine_dir / "config.json" if engine_dir.is_dir() else engine_dir)
+    return str(config["pretrained_config"].get("logits_dtype") or "float32")
+
+
+def _set_tensors(models: Any, dtype: str, logits: str, *, dora: bool) -> None:
     from tritonclient.grpc import model_config_pb2
 
+    value = model_config_pb2.DataType.Value
     for model in models:
-        for tensor in model.input:
+        for tensor in (*model.input, *model.output):
             if tensor.name == "lora_weights":
-                tensor.data_type = model_config_pb2.DataType.Value(_TYPES[dtype])
+                tensor.data_type = value(_TYPES[dtype])
+            elif tensor.name == "lora_config":
+                tensor.dims[-1] = 4 if dora else 3
+            elif tensor.name in _LOGITS:
+                tensor.data_type = value(_TYPES[logits])
+
+
+def _to_cpp_backend(model: Any, max_batch_size: int) -> None:
+    """The header of NVIDIA's template: same tensors, a queue in front, no parameter of ours (rule 4)."""
+    model.backend = "tensorrtllm"
+    model.dynamic_batching.preferred_batch_size.append(max_batch_size)
+    model.dynamic_batching.max_queue_delay_microseconds = 0
+    model.dynamic_batching.default_queue_policy.max_queue_size = 0
+    model.parameters["executor_worker_path"].string_value = WORKER
+    del model.parameters["num_threads"]
 
 
 def _fill(models: Mapping[str, Any], config: RepositoryConfig) -> None:
     cache = {key: config.engine[key] for key in _CACHE_PARAMETERS if key in config.engine}
     text = {"tokenizer_dir": str(config.tokenizer_dir)}
+    steps = {
+        name: text | {key: value for key, value in config.text.items() if key in models[name].parameters}
+        for name in ("preprocessing", "postprocessing")
+    }
     values: dict[str, dict[str, str]] = {
-        "preprocessing": text,
-        "postprocessing": text,
+        **steps,
         "tensorrt_llm": {"gpt_model_path": str(config.engine_dir), **text, **config.engine},
         "lora_router": {
             "engine_dir": str(config.engine_dir),

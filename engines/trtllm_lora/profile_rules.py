@@ -49,7 +49,7 @@ _RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
 def rule_problems(document: Document, values: Values) -> list[Problem]:
-    """What the rules say of a profile's values; a rule whose values are missing or wrong by themselves is passed over."""
+    """What the rules say of a profile's values; a rule whose values are missing or wrong is passed over."""
     problems = []
     for needs, rule in _RULES:
         if all(name in values for name in needs):

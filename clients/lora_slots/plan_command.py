@@ -1,0 +1,196 @@
+"""`lora-slots plan`: what fits a GPU, which parameters to write, and what traffic will meet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from lora_slots.plan_report import Case
+    from lora_slots.simulation import Forecast
+    from lora_slots.traffic import Request
+    from trtllm_lora.fleet import Fleet
+    from trtllm_lora.plan import Plan, Wish
+    from trtllm_lora.profile import EngineProfile
+
+DEFAULT_FLEET = "100x16"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("plan")(plan)
+
+
+def plan(
+    profile: Annotated[Path, typer.Argument(help="Engine profile (YAML).")],
+    fleet: Annotated[str | None, typer.Option(help="Adapters in words: COUNTxRANK[:MODULE+MODULE],…")] = None,
+    adapters: Annotated[Path | None, typer.Option(help="Adapters of a registry (adapters.yaml).")] = None,
+    bundles: Annotated[Path | None, typer.Option(help="Adapters of a folder of bundles.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Memory of one GPU, such as 80GiB; default: the profile's.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Adapters in slots; default: the profile's.")] = None,
+    pinned: Annotated[int, typer.Option(min=0, help="Of them, adapters that never leave.")] = 0,
+    context: Annotated[int, typer.Option(min=1, help="Tokens a stream usually holds.")] = 2048,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(help="pin=N, max-rank=R, ranks=R, tenants=+N[xR], slots=N, context=N, gpu=SIZE; may be repeated."),
+    ] = None,
+    log: Annotated[Path | None, typer.Option(help="Forecast from a request log (JSON lines or CSV).")] = None,
+    zipf: Annotated[float | None, typer.Option(min=0, help="Forecast from a guess: Zipf's exponent, usually 1.")] = None,
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests per second of the guess.")] = 20.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds a request runs, where no log says it.")] = 1.5,
+    latency_goal_ms: Annotated[float | None, typer.Option(help="First token's goal, for merge advice.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture: FILE.svg or FILE.png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Memory of a GPU, adapters that fit, recommended cache parameters, streams, and a forecast of traffic.
+
+    Examples:
+
+        lora-slots plan engines/profiles/llama-3.1-8b.yaml --fleet 200x16,20x64
+
+        lora-slots plan engines/profiles/llama-3.1-8b.yaml --adapters adapters.yaml --log requests.jsonl --json
+
+        lora-slots plan engines/profiles/mistral-7b.yaml --zipf 1 --what-if pin=4 --what-if max-rank=128 --plot plan.svg
+    """
+    from lora_slots.refusals import Refused, refusing
+
+    with refusing():
+        loaded = _profile(profile)
+        chosen = _fleet(loaded, fleet, adapters, bundles)
+        asked = _wish(loaded, chosen, gpu, slots, pinned, context)
+        requests = _requests(log, seconds)
+        if log and zipf is not None:
+            raise Refused("--log and --zipf: give one of them")
+        traffic = _Traffic(requests, zipf, rate, seconds, str(log) if log else "")
+        cases = _cases(asked, what_if or [], traffic)
+        if plot:
+            from lora_slots.plan_plot import draw
+
+            draw(cases, plot)
+        _print(cases, _advice(requests, latency_goal_ms), as_json)
+
+
+class _Traffic:
+    """Where the forecast's requests come from; empty makes no forecast."""
+
+    def __init__(
+        self, requests: list[Request] | None, alpha: float | None, rate: float, seconds: float, name: str
+    ) -> None:
+        self.requests, self.alpha, self.rate, self.seconds, self.name = requests, alpha, rate, seconds, name
+
+    def forecast(self, wish: Wish, plan: Plan) -> Forecast | None:
+        """What the planned working set meets of this traffic."""
+        if self.requests is None and self.alpha is None:
+            return None
+        import random
+
+        from adapter_slots.records import MachineConfig
+        from lora_slots.plan_report import shared_memory_bytes
+        from lora_slots.simulation import Kind, forecast
+        from lora_slots.traffic import ZipfGuess
+
+        pages = wish.fleet.pages(plan.geometry)
+        kinds = [
+            Kind(of_one, group.num_bytes)
+            for (of_one, count), group in zip(pages, wish.fleet.groups, strict=True)
+            for _ in range(count)
+        ]
+        random.Random(1).shuffle(kinds)  # noqa: S311 - which adapters are popular has nothing to do with their rank
+        if self.requests is None:
+            names = [f"adapter-{i}" for i in range(len(kinds))]
+            guess = ZipfGuess(self.alpha or 0.0, self.rate, self.seconds)
+            requests, source = guess.requests(names), f"a guess, Zipf {self.alpha:g}, {self.rate:g} requests a second"
+        else:
+            requests, source = self.requests, self.name
+            names = list(dict.fromkeys(request.adapter for request in requests))
+            kinds = [kinds[i % len(kinds)] for i in range(len(names))]
+        config = MachineConfig(
+            num_slots=plan.slots,
+            cache_pages=min(plan.host_pages, plan.device_pages),
+            host_bytes=shared_memory_bytes(wish, plan),
+        )
+        pins = names[: min(wish.pinned, plan.slots - 1)]
+        return forecast(config, dict(zip(names, kinds, strict=True)), requests, pins=pins, source=source)
+
+
+def _profile(path: Path) -> EngineProfile:
+    from trtllm_lora.profile import load_profile
+
+    return load_profile(path)
+
+
+def _fleet(profile: EngineProfile, words: str | None, registry: Path | None, bundles: Path | None) -> Fleet:
+    from lora_slots.fleet_source import from_bundles, from_registry
+    from lora_slots.refusals import Refused
+    from trtllm_lora.fleet import parse_fleet
+
+    if sum(source is not None for source in (words, registry, bundles)) > 1:
+        raise Refused("--fleet, --adapters and --bundles: give one of them")
+    shape = profile.shape()
+    if registry is not None:
+        return from_registry(registry, shape)
+    if bundles is not None:
+        return from_bundles(bundles, shape)
+    return parse_fleet(words or DEFAULT_FLEET, shape)
+
+
+def _wish(
+    profile: EngineProfile, fleet: Fleet, gpu: str | None, slots: int | None, pinned: int, context: int
+) -> Wish:
+    from lora_slots.refusals import Refused
+    from trtllm_lora.plan import Wish
+    from trtllm_lora.profile import parse_bytes
+
+    try:
+        size = parse_bytes(gpu) if gpu else profile.serving.gpu_memory
+    except ValueError as error:
+        raise Refused(f"--gpu: {error}") from None
+    if not isinstance(size, int):
+        raise Refused("the profile has no serving.gpu_memory: write it there, or give --gpu 80GiB")
+    if context > profile.engine.max_seq_len:
+        raise Refused(f"--context {context}: the engine's max_seq_len is {profile.engine.max_seq_len}")
+    return Wish(profile, fleet, size, slots or profile.serving.slots, pinned, context)
+
+
+def _requests(log: Path | None, seconds: float) -> list[Request] | None:
+    if log is None:
+        return None
+    from lora_slots.traffic import read_log
+
+    return read_log(log, seconds)
+
+
+def _cases(wish: Wish, what_if: list[str], traffic: _Traffic) -> list[Case]:
+    from trtllm_lora.plan import make_plan
+    from trtllm_lora.whatif import apply
+
+    cases: list[Case] = []
+    for name, case in [("as asked", wish), *((text, apply(wish, text)) for text in what_if)]:
+        made = make_plan(case)
+        cases.append((name, case, made, traffic.forecast(case, made)))
+    return cases
+
+
+def _advice(requests: list[Request] | None, goal: float | None) -> list[str]:
+    if requests is None:
+        return []
+    from lora_slots.advice import advise
+
+    return [advice.text() for advice in advise(requests, goal)]
+
+
+def _print(cases: list[Case], advice: list[str], as_json: bool) -> None:
+    from lora_slots import plan_report
+
+    if as_json:
+        typer.echo(json.dumps({**plan_report.as_json(cases), "merge_advice": advice}, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console()
+    plan_report.show(cases, console)
+    for line in advice:
+        console.print(f"merge advice: {line}", highlight=False, markup=False)

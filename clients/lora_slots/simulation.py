@@ -1,0 +1,206 @@
+"""What traffic will meet: hit rate and cold loads, by running the slot machine itself against a clock made of numbers.
+
+The machine and its policy are the ones that serve (`adapter_slots.machine`); only the world around them is arithmetic:
+promotions take the times of `Speeds`, requests run for as long as the traffic says. Nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from adapter_slots.events import (
+    Acquired,
+    Added,
+    Effect,
+    Event,
+    Evict,
+    Facts,
+    Grant,
+    Pinned,
+    Promote,
+    Promoted,
+    Refuse,
+    Released,
+    Ticked,
+    Tier,
+    Touch,
+    Touched,
+)
+from adapter_slots.machine import SlotMachine
+from adapter_slots.records import MachineConfig
+from lora_slots.traffic import Request
+
+WARM_UP = 0.2
+"""Share of the requests that only fill the slots and are not counted."""
+HOLD_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """How long moves take: bytes per second, and seconds beside them."""
+
+    store: float = 500e6
+    disk: float = 1.5e9
+    bind: float = 6e9
+    bind_s: float = 0.02
+    """One token of the engine, which every bind and touch costs."""
+    wait_s: float = 30.0
+    """A request gives up after this long without a slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the machine must know of one adapter."""
+
+    pages: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is to be expected, the warm-up left out."""
+
+    requests: int
+    seconds: float
+    hit_rate: float
+    """Share of the requests whose adapter was in a slot when they came."""
+    cold_loads_per_min: float
+    wait_p50_s: float
+    wait_p99_s: float
+    """Over the requests that waited."""
+    refused: int
+    source: str
+    """The traffic, in words."""
+
+    def text(self) -> str:
+        """Two lines for a person."""
+        waits = f"those that wait: p50 {self.wait_p50_s:.2f} s, p99 {self.wait_p99_s:.2f} s"
+        refused = f"; {self.refused} refused" if self.refused else ""
+        return (
+            f"traffic: {self.source} ({self.requests} requests in {self.seconds:.0f} s, simulated with the slot machine)\n"
+            f"hit rate {self.hit_rate:.1%}, {self.cold_loads_per_min:.1f} cold loads a minute; {waits}{refused}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON."""
+        return {
+            "source": self.source,
+            "requests": self.requests,
+            "seconds": round(self.seconds, 3),
+            "hit_rate": round(self.hit_rate, 6),
+            "cold_loads_per_min": round(self.cold_loads_per_min, 3),
+            "wait_p50_s": round(self.wait_p50_s, 4),
+            "wait_p99_s": round(self.wait_p99_s, 4),
+            "refused": self.refused,
+        }
+
+
+@dataclass(slots=True)
+class _Seen:
+    hits: int = 0
+    granted: int = 0
+    cold: int = 0
+    refused: int = 0
+    waits: list[float] = field(default_factory=list)
+
+
+def forecast(
+    config: MachineConfig,
+    adapters: Mapping[str, Kind],
+    requests: Sequence[Request],
+    *,
+    pins: Sequence[str] = (),
+    speeds: Speeds | None = None,
+    source: str = "",
+) -> Forecast:
+    """Run requests (in order of time) over adapters that begin on DISK; `pins` are in slots from the start."""
+    world = _World(config, adapters, requests, speeds or Speeds())
+    world.run(pins)
+    seen, counted = world.seen, requests[world.first :]
+    seconds = max(counted[-1].at - counted[0].at, 1e-9) if counted else 1e-9
+    waits = sorted(seen.waits) or [0.0]
+    return Forecast(
+        requests=len(counted),
+        seconds=seconds,
+        hit_rate=seen.hits / max(1, seen.granted + seen.refused),
+        cold_loads_per_min=seen.cold / seconds * 60,
+        wait_p50_s=waits[len(waits) // 2],
+        wait_p99_s=waits[min(len(waits) - 1, int(len(waits) * 0.99))],
+        refused=seen.refused,
+        source=source,
+    )
+
+
+class _World:
+    """The slot machine's shell and surroundings, as a queue of events to come."""
+
+    def __init__(
+        self, config: MachineConfig, adapters: Mapping[str, Kind], requests: Sequence[Request], speeds: Speeds
+    ) -> None:
+        self.machine = SlotMachine(config)
+        self.adapters, self.requests, self.speeds = adapters, requests, speeds
+        self.first = int(len(requests) * WARM_UP)
+        self.counted_from = requests[self.first].at if requests else 0.0
+        self.seen = _Seen()
+        self._queue: list[tuple[float, int, Event]] = []
+        self._order = count()
+
+    def run(self, pins: Sequence[str]) -> None:
+        for task_id, (name, kind) in enumerate(self.adapters.items(), 1):
+            self._handle(Added(name, name, Facts(task_id, kind.pages, kind.num_bytes)), 0.0)
+        for name in pins:
+            self._handle(Pinned(name), 0.0)
+        waiting = iter(enumerate(self.requests))
+        coming = next(waiting, None)
+        while coming is not None or self._queue:
+            at = coming[1].at if coming is not None else float("inf")
+            tick = self.machine.next_deadline()
+            soonest = self._queue[0][0] if self._queue else float("inf")
+            if tick is not None and tick < min(at, soonest):
+                self._handle(Ticked(), tick)
+            elif coming is not None and at <= soonest:
+                number, request = coming
+                lease = str(number)
+                self._handle(Acquired(request.adapter, lease, at + self.speeds.wait_s, HOLD_S), at)
+                coming = next(waiting, None)
+            else:
+                now, _, event = heapq.heappop(self._queue)
+                self._handle(event, now)
+
+    def _handle(self, event: Event, now: float) -> None:
+        for effect in self.machine.handle(event, now):
+            self._carry_out(effect, now)
+
+    def _carry_out(self, effect: Effect, now: float) -> None:
+        counted = now >= self.counted_from
+        match effect:
+            case Promote(adapter, tier):
+                self.seen.cold += counted and tier is Tier.SLOT
+                self._later(now + self._move_s(adapter, tier), Promoted(adapter, tier))
+            case Touch(adapter):
+                self._later(now + self.speeds.bind_s, Touched(adapter))
+            case Grant(lease=lease, found_in=found_in, waited_s=waited_s):
+                number = int(lease)
+                self._later(now + self.requests[number].seconds, Released(lease))
+                if number >= self.first:
+                    self.seen.granted += 1
+                    self.seen.hits += found_in is Tier.SLOT and waited_s == 0
+                    if waited_s > 0:
+                        self.seen.waits.append(waited_s)
+            case Refuse(lease=lease):
+                self.seen.refused += int(lease) >= self.first
+            case Evict():
+                pass  # nothing takes time: the copy is given up at once
+
+    def _move_s(self, adapter: str, tier: Tier) -> float:
+        size = self.adapters[adapter].num_bytes
+        if tier is Tier.SLOT:
+            return self.speeds.bind_s + size / self.speeds.bind
+        return size / (self.speeds.disk if tier is Tier.HOST else self.speeds.store)
+
+    def _later(self, at: float, event: Event) -> None:
+        heapq.heappush(self._queue, (at, next(self._order), event))

@@ -1,0 +1,138 @@
+"""Traffic for a forecast: a request log, or a guess by Zipf's law.
+
+A log is JSON lines, or CSV with a header: `time` (seconds, or ISO 8601), `adapter`, and optional `seconds` (how long the
+request ran) and `ttft_ms` (time to its first token). Other columns are passed over.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lora_slots.refusals import Refused
+
+MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request for an adapter."""
+
+    at: float
+    """Seconds from the first request."""
+    adapter: str
+    seconds: float
+    """How long it holds its adapter once it runs."""
+    ttft_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ZipfGuess:
+    """Requests per second over adapters whose popularity falls as 1 / place ** alpha; arrivals at random times."""
+
+    alpha: float = 1.0
+    per_second: float = 20.0
+    seconds: float = 1.5
+    count: int = 3000
+    seed: int = 1
+
+    def requests(self, adapters: Sequence[str]) -> list[Request]:
+        """The same requests for the same guess."""
+        random = np.random.default_rng(self.seed)
+        weights = np.arange(1, len(adapters) + 1, dtype=float) ** -self.alpha
+        chosen = random.choice(len(adapters), self.count, p=weights / weights.sum())
+        times = np.cumsum(random.exponential(1 / self.per_second, self.count))
+        spans = random.exponential(self.seconds, self.count)
+        return [
+            Request(at, adapters[which], span)
+            for at, which, span in zip(times.tolist(), chosen.tolist(), spans.tolist(), strict=True)
+        ]
+
+
+def read_log(file: Path, usual_seconds: float) -> list[Request]:
+    """Requests of a log in order of time; `usual_seconds` where a line does not say how long it ran.
+
+    Raises:
+        Refused: lines that cannot be read, with their numbers.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(f"{file}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+    requests: list[tuple[float, str, float, float | None]] = []
+    problems: list[str] = []
+    for line, fields in _lines(text, file, problems):
+        try:
+            requests.append(_request(fields, usual_seconds))
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
+            problems.append(f"{file}:{line}: {reason}")
+    if problems:
+        more = [f"… and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+        raise Refused("\n".join(problems[:MAX_PROBLEMS] + more))
+    if not requests:
+        raise Refused(f"{file}: no request in it; a line is {{\"time\": 0.0, \"adapter\": \"name\"}}")
+    requests.sort(key=lambda request: request[0])
+    start = requests[0][0]
+    return [Request(at - start, adapter, seconds, ttft) for at, adapter, seconds, ttft in requests]
+
+
+def _lines(text: str, file: Path, problems: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    lines = text.splitlines()
+    if lines and not lines[0].lstrip().startswith("{"):
+        for row in (reader := csv.DictReader(lines)):
+            yield reader.line_num, row
+        return
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            problems.append(f"{file}:{number}: not JSON")
+            continue
+        if isinstance(fields, dict):
+            yield number, fields
+        else:
+            problems.append(f"{file}:{number}: an object is expected")
+
+
+def _request(fields: Mapping[str, Any], usual_seconds: float) -> tuple[float, str, float, float | None]:
+    adapter = fields["adapter"]
+    if not isinstance(adapter, str) or not adapter:
+        raise ValueError("'adapter' must be a name")
+    seconds = _number(fields.get("seconds"), "seconds")
+    if seconds is not None and seconds < 0:
+        raise ValueError(f"'seconds' is {seconds}")
+    return _time(fields["time"]), adapter, usual_seconds if seconds is None else seconds, _number(fields.get("ttft_ms"), "ttft_ms")
+
+
+def _time(value: object) -> float:
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except ValueError:
+            raise ValueError(f"'time' {value!r} is neither seconds nor ISO 8601") from None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise ValueError(f"'time' {value!r} is neither seconds nor ISO 8601")
+
+
+def _number(value: object, name: str) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name!r} {value!r} is not a number") from None

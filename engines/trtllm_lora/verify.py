@@ -1,0 +1,147 @@
+"""Is a built engine what its profile says? From `config.json` and the names of files alone, anywhere.
+
+Source of the keys: `tensorrt_llm/builder.py` (`EngineConfig.to_dict`) and `gptJsonConfig.cpp`, which reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtllm_lora.modules import dims
+from trtllm_lora.profile import EngineProfile
+from trtllm_lora.shape import EngineShape, read_json
+
+_FIELDS = (
+    ("dtype", "pretrained_config.dtype"),
+    ("vocab_size", "pretrained_config.vocab_size"),
+    ("hidden_size", "pretrained_config.hidden_size"),
+    ("intermediate_size", "pretrained_config.intermediate_size"),
+    ("num_layers", "pretrained_config.num_hidden_layers"),
+    ("num_heads", "pretrained_config.num_attention_heads"),
+    ("num_kv_heads", "pretrained_config.num_key_value_heads"),
+    ("head_size", "pretrained_config.head_size"),
+    ("num_experts", "pretrained_config.moe.num_experts"),
+    ("tp_size", "pretrained_config.mapping.tp_size"),
+    ("pp_size", "pretrained_config.mapping.pp_size"),
+    ("quant_algo", "pretrained_config.quantization.quant_algo"),
+    ("lora_plugin", "build_config.plugin_config.lora_plugin"),
+    ("max_lora_rank", "build_config.lora_config.max_lora_rank"),
+    ("max_batch_size", "build_config.max_batch_size"),
+    ("max_seq_len", "build_config.max_seq_len"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One key in which two engines, or an engine and its profile, differ."""
+
+    key: str
+    found: Any
+    wanted: Any
+    what: str = ""
+    """What it means, where that is not plain."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.found!r}, not {self.wanted!r}" + (f" ({self.what})" if self.what else "")
+
+
+def verify_engine(engine: Path, profile: EngineProfile) -> list[Difference]:
+    """Every way in which an engine directory is not what the profile says; empty if it is.
+
+    Raises:
+        ShapeError: no engine's config.json there.
+    """
+    shape, wanted = EngineShape.from_engine_config(engine), profile.shape()
+    config = read_json(engine / "config.json" if engine.is_dir() else engine)
+    found = [
+        Difference(key, getattr(shape, name), getattr(wanted, name))
+        for name, key in _FIELDS
+        if getattr(shape, name) != getattr(wanted, name)
+    ]
+    if not shape.version.startswith(wanted.version):
+        what = "an engine loads only in the version that built it"
+        found.append(Difference("version", shape.version, wanted.version, what))
+    if set(shape.lora_modules) != set(wanted.lora_modules):
+        key = "build_config.lora_config.lora_target_modules"
+        found.append(Difference(key, sorted(shape.lora_modules), sorted(wanted.lora_modules)))
+    found += _build(config["build_config"], profile)
+    if engine.is_dir():
+        found += _files(engine, profile)
+    return found
+
+
+def _build(build: Mapping[str, Any], profile: EngineProfile) -> Iterator[Difference]:
+    kind = str(build.get("kv_cache_type", "PAGED")).rpartition(".")[2].upper()
+    if kind != profile.engine.kv_cache_type.upper():
+        yield Difference("build_config.kv_cache_type", kind, profile.engine.kv_cache_type.upper())
+    tokens = build.get("max_num_tokens")
+    if profile.runtime == "tensorrt_llm" and tokens is not None and tokens != profile.engine.max_num_tokens:
+        yield Difference("build_config.max_num_tokens", tokens, profile.engine.max_num_tokens)
+    wanted = profile.engine.max_input_len or profile.engine.max_seq_len - 1
+    given = build.get("max_input_len")
+    if given is not None and given != wanted:
+        yield Difference("build_config.max_input_len", given, wanted)
+    folders = (build.get("lora_config") or {}).get("lora_dir") or []
+    if folders:
+        what = "built with --lora_dir: that adapter's embeddings and output layer may have replaced the base's"
+        yield Difference("build_config.lora_config.lora_dir", folders, [], what)
+
+
+def _files(engine: Path, profile: EngineProfile) -> Iterator[Difference]:
+    ranks = profile.engine.tensor_parallel * profile.engine.pipeline_parallel
+    suffix = "engine" if profile.runtime == "tensorrt_llm" else "safetensors"
+    wanted = {f"rank{rank}.{suffix}" for rank in range(ranks)}
+    there = {file.name for file in engine.glob(f"rank*.{suffix}") if "managed" not in file.name}
+    if there != wanted:
+        yield Difference("files", sorted(there), sorted(wanted), "one file for each rank")
+
+
+def diff_engines(first: Path, second: Path) -> list[Difference]:
+    """Every key of two engines' config.json that differs; `found` is the second's, `wanted` the first's.
+
+    Raises:
+        ShapeError: no engine's config.json in one of them.
+    """
+    for engine in (first, second):
+        EngineShape.from_engine_config(engine)
+    before, after = (
+        dict(_flat(read_json(engine / "config.json" if engine.is_dir() else engine))) for engine in (first, second)
+    )
+    return [
+        Difference(key, after.get(key), before.get(key))
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
+
+
+def adapters_carry_over(first: Path, second: Path) -> list[str]:
+    """Why bundles made for the first engine might not serve on the second; empty if all of them do."""
+    old, new = EngineShape.from_engine_config(first), EngineShape.from_engine_config(second)
+    problems = []
+    if old.dtype != new.dtype:
+        problems.append(f"dtype {new.dtype}, was {old.dtype}: convert every adapter again")
+    gone = [name for name in old.lora_modules if name not in new.lora_modules]
+    if gone:
+        problems.append(f"{', '.join(gone)} no longer enabled: adapters with these modules are refused")
+    if new.max_lora_rank < old.max_lora_rank:
+        problems.append(f"max_lora_rank {new.max_lora_rank}, was {old.max_lora_rank}: larger adapters are refused")
+    for name in (name for name in old.lora_modules if name in new.lora_modules):
+        if dims(name, old) != dims(name, new):
+            problems.append(f"{name} is {dims(name, new)}, was {dims(name, old)}: another base model")
+    if old.num_layers != new.num_layers:
+        problems.append(f"{new.num_layers} layers, was {old.num_layers}: another base model")
+    fused = {"attn_qkv", "mlp_gate_up"} & set(new.lora_modules)
+    if fused and old.tp_size != new.tp_size:
+        problems.append(f"tp {new.tp_size}, was {old.tp_size}: fused rows are interleaved for it; convert again")
+    return problems
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, each in value.items():
+            yield from _flat(each, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
