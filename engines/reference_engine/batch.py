@@ -45,9 +45,10 @@ def group_tokens(adapter_T: Ints, num_adapters: int) -> tuple[Ints, Ints]:
 
     Rows of the busiest adapter set m; the places of the others are computed in vain, which costs less than one
     multiplication per adapter as long as tokens are spread evenly (decode), or belong to few adapters (prefill).
+    m is rounded up to a power of two: the runtime compiles and keeps a kernel for every shape it meets.
     """
     counts = np.bincount(adapter_T, minlength=num_adapters)
-    width = max(int(counts.max()), 1)
+    width = 1 << (int(counts.max()) - 1).bit_length()
     order = np.argsort(adapter_T, kind="stable")
     starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
     rank_in_group = np.empty_like(order)

@@ -1,0 +1,43 @@
+"""What a step is made of."""
+
+from __future__ import annotations
+
+from reference_engine.request import GenerationRequest
+from reference_engine.sampling import Sampler, Sampling
+from reference_engine.scheduler import plan_step, prefill_budget
+from reference_engine.sequence import Sequence
+
+
+def _sequence(num_prompt: int, *, computed: int = 0, answer: int = 0, task: int | None = None) -> Sequence:
+    request = GenerationRequest(tuple(range(num_prompt)), 10, task=task)
+    tokens = list(range(num_prompt + answer))
+    return Sequence(request, 1, 0, [], computed, 0, Sampler(Sampling(), 16, ()), tokens)
+
+
+def test_streams_get_a_token_each_and_prompts_share_the_rest() -> None:
+    """Decoding sequences come first; prompts follow in order of arrival until the budget is spent."""
+    streams = [_sequence(5, computed=5 + i, answer=i + 1) for i in range(2)]
+    first, second = _sequence(12), _sequence(40)
+    chunks = plan_step([first, *streams, second], 256)
+    assert [(s, 1) for s in streams] == [(c.sequence, c.num_tokens) for c in chunks[:2]]
+    assert [(first, 12), (second, 5)] == [(c.sequence, c.num_tokens) for c in chunks[2:]]
+
+
+def test_a_prompt_alone_is_as_long_as_the_step_allows() -> None:
+    """With nobody streaming a chunk is max_num_tokens; the last one is what is left."""
+    assert [c.num_tokens for c in plan_step([_sequence(300)], 256)] == [256]
+    assert [c.num_tokens for c in plan_step([_sequence(300, computed=256)], 256)] == [44]
+
+
+def test_a_prompt_that_waits_for_budget_is_left_out() -> None:
+    """A sequence with no tokens in the step is no chunk of zero tokens."""
+    chunks = plan_step([_sequence(256), _sequence(10)], 256)
+    assert len(chunks) == 1
+
+
+def test_many_adapters_shorten_the_chunks() -> None:
+    """The budget beside streams grows slowly with them and halves beyond four adapters."""
+    assert prefill_budget(0, 16, 256) == 256
+    assert prefill_budget(1, 1, 256) < 2 * 16
+    assert prefill_budget(16, 16, 256) == prefill_budget(16, 1, 256) // 2
+    assert prefill_budget(16, 1, 8) == 8
