@@ -83,10 +83,11 @@ class LoraStack:
         self.version += 1
         for task in joining:
             self._rows[task] = self._by_site(sources[task])
-        holes = [place for place, task in enumerate(self._order) if task not in wanted or task in joining]
+        holes = [place for place, task in enumerate(self._order) if task not in wanted]
         for task in joining:
-            place = holes.pop(0) if holes else len(self._order)
-            self._order[place : place + 1] = [task]
+            if task not in self._order:  # else it was pushed anew and stays where it is
+                place = holes.pop(0) if holes else len(self._order)
+                self._order[place : place + 1] = [task]
         needed = {at: max(self._rank(task, at) for task in wanted) for at in self._ranks}
         if any(needed[at] > rank or 2 * needed[at] <= rank for at, rank in self._ranks.items() if rank or needed[at]):
             self._order = [task for task in self._order if task in wanted]

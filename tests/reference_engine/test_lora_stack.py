@@ -77,7 +77,7 @@ def _check(stack: LoraStack, task: int | None, rows: tuple[Row, ...]) -> None:
             np.testing.assert_array_equal(arrays[f"{layer}.{site.name}.magnitude"][place], magnitude)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([BASE, *TASKS]), min_size=1, max_size=6), min_size=1, max_size=8), st.data())
 def test_every_step_holds_its_adapters(steps: list[list[int | None]], data: st.DataObject) -> None:
     """After any history each held adapter's matrices give its own deltas, in as many places as adapters."""
