@@ -38,7 +38,9 @@ def plan(
         typer.Option(help="pin=N, max-rank=R, ranks=R, tenants=+N[xR], slots=N, context=N, gpu=SIZE; may be repeated."),
     ] = None,
     log: Annotated[Path | None, typer.Option(help="Forecast from a request log (JSON lines or CSV).")] = None,
-    zipf: Annotated[float | None, typer.Option(min=0, help="Forecast from a guess: Zipf's exponent, usually 1.")] = None,
+    zipf: Annotated[
+        float | None, typer.Option(min=0, help="Forecast from a guess: Zipf's exponent, usually 1.")
+    ] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="Requests per second of the guess.")] = 20.0,
     seconds: Annotated[float, typer.Option(min=0, help="Seconds a request runs, where no log says it.")] = 1.5,
     latency_goal_ms: Annotated[float | None, typer.Option(help="First token's goal, for merge advice.")] = None,
@@ -137,9 +139,7 @@ def _fleet(profile: EngineProfile, words: str | None, registry: Path | None, bun
     return parse_fleet(words or DEFAULT_FLEET, shape)
 
 
-def _wish(
-    profile: EngineProfile, fleet: Fleet, gpu: str | None, slots: int | None, pinned: int, context: int
-) -> Wish:
+def _wish(profile: EngineProfile, fleet: Fleet, gpu: str | None, slots: int | None, pinned: int, context: int) -> Wish:
     from lora_slots.refusals import Refused
     from trtllm_lora.plan import Wish
     from trtllm_lora.profile import parse_bytes

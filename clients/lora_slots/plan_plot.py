@@ -1,6 +1,6 @@
 """A picture of a capacity plan: how a GPU's memory is shared, for the plan and each what-if, as SVG or PNG.
 
-The picture is a list of shapes; SVG is written here, PNG is drawn by matplotlib, which is an extra (`lora-slots[plot]`).
+The picture is a list of shapes; SVG is written here, PNG is drawn by matplotlib, an extra (`lora-slots[plot]`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def _png(shapes: Sequence[Shape], height: float, file: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Rectangle as Patch
     except ImportError:
-        raise Refused(f"--plot {file}: PNG needs matplotlib (pip install 'lora-slots[plot]'); SVG needs nothing") from None
+        raise Refused(
+            f"--plot {file}: PNG needs matplotlib (pip install 'lora-slots[plot]'); SVG needs nothing"
+        ) from None
     figure = Figure(figsize=(WIDTH / 100, height / 100), dpi=150)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(height, 0))

@@ -18,10 +18,11 @@ Case = tuple[str, "Wish", "Plan", "Forecast | None"]
 
 def as_json(cases: Sequence[Case]) -> dict[str, Any]:
     """The first case is the plan, the others are its what-ifs."""
-    return {"schema": 1, **_case(*cases[0]), "what_if": {name: _case(name, *rest) for name, *rest in cases[1:]}}
+    return {"schema": 1, **_case(cases[0]), "what_if": {case[0]: _case(case) for case in cases[1:]}}
 
 
-def _case(_name: str, wish: Wish, plan: Plan, forecast: Forecast | None) -> dict[str, Any]:
+def _case(case: Case) -> dict[str, Any]:
+    _, wish, plan, forecast = case
     memory, geometry = plan.memory, plan.geometry
     return {
         "profile": wish.profile.name,
@@ -90,7 +91,8 @@ def show(cases: Sequence[Case], console: Console) -> None:
     console.print(parameters)
     console.print(
         f"KV cache: {plan.kv_tokens:,} tokens; {plan.streams} streams of {wish.context} tokens, "
-        f"{plan.full_streams} of {wish.profile.engine.max_seq_len} (max_batch_size {wish.profile.engine.max_batch_size})",
+        f"{plan.full_streams} of {wish.profile.engine.max_seq_len} tokens "
+        f"(max_batch_size {wish.profile.engine.max_batch_size})",
         highlight=False,
     )
     if forecast:

@@ -81,7 +81,7 @@ class Forecast:
         waits = f"those that wait: p50 {self.wait_p50_s:.2f} s, p99 {self.wait_p99_s:.2f} s"
         refused = f"; {self.refused} refused" if self.refused else ""
         return (
-            f"traffic: {self.source} ({self.requests} requests in {self.seconds:.0f} s, simulated with the slot machine)\n"
+            f"traffic: {self.source} ({self.requests} requests in {self.seconds:.0f} s, by the slot machine itself)\n"
             f"hit rate {self.hit_rate:.1%}, {self.cold_loads_per_min:.1f} cold loads a minute; {waits}{refused}"
         )
 

@@ -1,7 +1,7 @@
 """Traffic for a forecast: a request log, or a guess by Zipf's law.
 
-A log is JSON lines, or CSV with a header: `time` (seconds, or ISO 8601), `adapter`, and optional `seconds` (how long the
-request ran) and `ttft_ms` (time to its first token). Other columns are passed over.
+A log is JSON lines, or CSV with a header: `time` (seconds, or ISO 8601), `adapter`, and optional `seconds` (how long
+the request ran) and `ttft_ms` (time to its first token). Other columns are passed over.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def read_log(file: Path, usual_seconds: float) -> list[Request]:
         more = [f"… and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
         raise Refused("\n".join(problems[:MAX_PROBLEMS] + more))
     if not requests:
-        raise Refused(f"{file}: no request in it; a line is {{\"time\": 0.0, \"adapter\": \"name\"}}")
+        raise Refused(f'{file}: no request in it; a line is {{"time": 0.0, "adapter": "name"}}')
     requests.sort(key=lambda request: request[0])
     start = requests[0][0]
     return [Request(at - start, adapter, seconds, ttft) for at, adapter, seconds, ttft in requests]
@@ -111,7 +111,12 @@ def _request(fields: Mapping[str, Any], usual_seconds: float) -> tuple[float, st
     seconds = _number(fields.get("seconds"), "seconds")
     if seconds is not None and seconds < 0:
         raise ValueError(f"'seconds' is {seconds}")
-    return _time(fields["time"]), adapter, usual_seconds if seconds is None else seconds, _number(fields.get("ttft_ms"), "ttft_ms")
+    return (
+        _time(fields["time"]),
+        adapter,
+        usual_seconds if seconds is None else seconds,
+        _number(fields.get("ttft_ms"), "ttft_ms"),
+    )
 
 
 def _time(value: object) -> float:

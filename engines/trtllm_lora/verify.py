@@ -128,9 +128,12 @@ def adapters_carry_over(first: Path, second: Path) -> list[str]:
         problems.append(f"{', '.join(gone)} no longer enabled: adapters with these modules are refused")
     if new.max_lora_rank < old.max_lora_rank:
         problems.append(f"max_lora_rank {new.max_lora_rank}, was {old.max_lora_rank}: larger adapters are refused")
-    for name in (name for name in old.lora_modules if name in new.lora_modules):
-        if dims(name, old) != dims(name, new):
-            problems.append(f"{name} is {dims(name, new)}, was {dims(name, old)}: another base model")
+    both = [name for name in old.lora_modules if name in new.lora_modules]
+    problems += [
+        f"{name} is {dims(name, new)}, was {dims(name, old)}: another base model"
+        for name in both
+        if dims(name, old) != dims(name, new)
+    ]
     if old.num_layers != new.num_layers:
         problems.append(f"{new.num_layers} layers, was {old.num_layers}: another base model")
     fused = {"attn_qkv", "mlp_gate_up"} & set(new.lora_modules)

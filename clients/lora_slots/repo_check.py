@@ -1,0 +1,233 @@
+"""`repo check`: what goes wrong with LoRA model repositories, told before a server does. Works on anybody's repository.
+
+Each rule is a function over the repository. Sources are users' threads: B is tensorrtllm_backend, T is TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lora_slots import repo_adapters
+from lora_slots.repo_files import Finding, ModelFiles, Repository, read_repository
+from lora_slots.repository import template_folder
+from trtllm_lora import CacheGeometry, ContractError
+from trtllm_lora.releases import version_problem
+
+WIRE = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
+_KEPT_AS_TEXT = ("gpt_model_path", "tokenizer_dir", "gpt_model_type", "lora_prefetch_dir")
+_OURS = re.compile(r"from (adapter_slots|reference_engine|lora_slots)\b")
+"""Models of this project, which carry bfloat16 (the router by binds, the reference engine by DLPack)."""
+_RENAMED = {"min_length": "min_tokens", "random_seed": "seed"}
+Rule = Callable[[Repository], Iterator[Finding]]
+
+
+def check_repository(root: Path, engine: Path | None = None, bundles: Path | None = None) -> list[Finding]:
+    """Everything wrong with a repository, by file and line; empty if nothing is.
+
+    Raises:
+        Refused: no repository there. ShapeError: `engine` is given and is none.
+    """
+    repository = read_repository(root, engine, bundles)
+    found = list(repository.findings)
+    for rule in (*RULES, *repo_adapters.RULES):
+        found += rule(repository)
+    return sorted(set(found), key=lambda each: (each.file, each.line, each.rule))
+
+
+def _type_name(value: int) -> str:
+    from tritonclient.grpc import model_config_pb2
+
+    return str(model_config_pb2.DataType.Name(value))
+
+
+def _placeholders(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        if "${" in model.config.backend:
+            what = f"backend {model.config.backend} is not filled"
+            yield Finding(model.file, model.line_of("backend:"), "placeholder", what, "write tensorrtllm")
+        open_keys = [key for key, entry in model.config.parameters.items() if "${" in entry.string_value]
+        for key in (key for key in open_keys if key in _KEPT_AS_TEXT):
+            what = f"{key} is the text {model.config.parameters[key].string_value}"
+            yield Finding(model.file, model.line(key), "placeholder", what, "fill it, or leave the parameter out")
+        others = sorted((model.line(key), key) for key in open_keys if key not in _KEPT_AS_TEXT)
+        if others:
+            names = ", ".join(key for _, key in others)
+            what = f"not filled, so their defaults are in force, with warnings in the log: {names}"
+            yield Finding(model.file, others[0][0], "placeholder", what, "leave these parameters out", warning=True)
+
+
+def _files(repository: Repository) -> Iterator[Finding]:
+    for model in repository.models.values():
+        if model.config.name and model.config.name != model.name:
+            what = f"the model is named {model.config.name}, its folder {model.name}: Triton refuses it"
+            yield Finding(model.file, model.line_of("name:"), "files", what, f"write {model.name}")
+        versions = [path for path in model.folder.iterdir() if path.is_dir() and path.name.isdigit()]
+        if not versions:
+            yield Finding(
+                model.file, 1, "files", "no version folder: Triton finds no version to load", "make a folder 1"
+            )
+        elif model.is_python and not any((path / "model.py").is_file() for path in versions):
+            what = "the python backend finds no model.py"
+            yield Finding(model.file, model.line_of("backend:"), "files", what, f"put one into {model.folder / '1'}")
+
+
+def _tensors(repository: Repository) -> Iterator[Finding]:
+    """Inputs and outputs against the ones of the 1.2 line."""
+    model = repository.tensorrt_llm
+    if model is None:
+        what = "no model tensorrt_llm: the ensemble and the clients look for this name"
+        yield Finding(str(repository.root), 1, "tensors", what, "render one with `lora-slots repo render`")
+        return
+    stock = _stock("tensorrt_llm")
+    for old, new in _RENAMED.items():
+        if model.tensor(old) is not None:
+            yield Finding(model.file, model.line(old), "tensors", f"{old} was renamed in 1.x", f"write {new}")
+    for kind, mine, theirs in (
+        ("input", model.config.input, stock.input),
+        ("output", model.config.output, stock.output),
+    ):
+        have = {tensor.name: tensor for tensor in mine}
+        for tensor in theirs:
+            found = have.get(tensor.name)
+            lora = tensor.name.startswith("lora_")
+            if found is None:
+                what = f"{kind} {tensor.name} is missing" + (": LoRA requests are refused by Triton" if lora else "")
+                fix = f"add {tensor.name} {_type_name(tensor.data_type)} {list(tensor.dims)}"
+                yield Finding(model.file, 1, "tensors", what, fix, not lora)
+            else:
+                yield from _tensor(model, kind, found, tensor)
+
+
+def _tensor(model: ModelFiles, kind: str, found: Any, stock: Any) -> Iterator[Finding]:
+    variable = stock.name == "lora_weights" or stock.name.endswith(("logits", "features", "table"))
+    if found.data_type != stock.data_type and not variable:
+        what = f"{kind} {stock.name} is {_type_name(found.data_type)}"
+        yield Finding(model.file, model.line(stock.name), "tensors", what, f"write {_type_name(stock.data_type)}")
+    columns = stock.name == "lora_config" and list(found.dims) == [-1, 4]
+    if list(found.dims) != list(stock.dims) and not columns:
+        what = f"{kind} {stock.name} has dims {list(found.dims)}"
+        yield Finding(model.file, model.line(stock.name), "tensors", what, f"write {list(stock.dims)}")
+    if stock.name == "lora_task_id" and stock.HasField("reshape") and not found.HasField("reshape"):
+        what = "lora_task_id has no reshape: the backend gets [1] and fails to extract a scalar"
+        yield Finding(model.file, model.line(stock.name), "tensors", what, "add reshape { shape: [ ] }")
+
+
+def _stock(name: str) -> Any:
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    text = (template_folder() / name / "config.pbtxt").read_text(encoding="utf-8")
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+def _weights_type(repository: Repository) -> Iterator[Finding]:
+    """B#403, B#671, T#2434: the runtime refuses weights of another dtype than the engine's."""
+    engine = repository.engine
+    for model in repository.on_the_path():
+        tensor = model.tensor("lora_weights")
+        if tensor is None:
+            yield Finding(model.file, 1, "lora-tensors", "lora_config without lora_weights", "add lora_weights")
+            continue
+        found = _type_name(tensor.data_type)
+        if engine is not None and found != WIRE[engine.dtype]:
+            what = (
+                f"lora_weights is {found}, the engine's dtype is {engine.dtype}: no adapter can be sent (B#671, T#2434)"
+            )
+            yield Finding(model.file, model.line("lora_weights"), "lora-type", what, f"write {WIRE[engine.dtype]}")
+        copies = "as_numpy" in model.code and not _OURS.search(model.code)
+        if engine is not None and engine.dtype == "bfloat16" and copies:
+            what = "bfloat16 adapters cannot pass this model.py, which copies tensors through numpy (B#671)"
+            fix = "send them to tensorrt_llm directly, or serve the C++ backend through an ensemble"
+            yield Finding(model.file, model.line("lora_weights"), "lora-type", what, fix)
+
+
+def _engine(repository: Repository) -> Iterator[Finding]:
+    model, engine = repository.tensorrt_llm, repository.engine
+    if model is None or engine is None:
+        return
+    line = model.line("gpt_model_path")
+    old = version_problem(engine.version)
+    if old:
+        yield Finding(
+            model.file, line, "engine", f"the engine was built by TensorRT-LLM {engine.version}: {old[0]}", old[1]
+        )
+    if not engine.lora_enabled:
+        what = "the engine was built without LoRA: requests with a task id are answered by the base, without an error"
+        yield Finding(model.file, line, "engine", what, "build it with --lora_plugin and --lora_target_modules")
+    if model.config.max_batch_size > engine.max_batch_size:
+        what = f"max_batch_size {model.config.max_batch_size}, the engine was built for {engine.max_batch_size}"
+        fix = f"write {engine.max_batch_size}"
+        yield Finding(model.file, model.line_of("max_batch_size"), "engine", what, fix, warning=True)
+
+
+def _cache(repository: Repository) -> Iterator[Finding]:
+    """B#559, B#560, T#1562: cache sizes with which an engine does not start, or holds fewer adapters than believed."""
+    model, engine = repository.tensorrt_llm, repository.engine
+    if model is None:
+        return
+    if model.parameter("lora_cache_gpu_memory_fraction") is None and not model.is_python:
+        what = "lora_cache_gpu_memory_fraction is unset: 0.02 is in force, although the log says 0.05"
+        yield Finding(model.file, 1, "lora-cache", what, "set it; `lora-slots plan` says to what", warning=True)
+    if engine is None or not engine.lora_enabled:
+        return
+    sizes: dict[str, int] = {}
+    for key, default in (
+        ("lora_cache_optimal_adapter_size", 8),
+        ("lora_cache_max_adapter_size", 64),
+        ("lora_cache_host_memory_bytes", 2**30),
+    ):
+        text = model.parameter(key)
+        if text is not None and not text.strip().isdigit():
+            what = f"{key} is {text!r}, no number: the default {default} is used"
+            yield Finding(model.file, model.line(key), "lora-cache", what, "write a whole number")
+        sizes[key] = int(text) if text and text.strip().isdigit() else default
+    optimal, largest, host = sizes.values()
+    if largest < engine.max_lora_rank:
+        what = f"lora_cache_max_adapter_size {largest} is below the engine's max_lora_rank {engine.max_lora_rank}"
+        line = model.line("lora_cache_max_adapter_size")
+        yield Finding(model.file, line, "lora-cache", what, f"write {engine.max_lora_rank}")
+    try:
+        CacheGeometry.of(engine, optimal_rank=optimal, max_rank=largest).num_pages(host)
+    except ContractError as error:
+        line = model.line("lora_cache_host_memory_bytes")
+        yield Finding(
+            model.file, line, "lora-cache", f"the engine would not start: {error}", "raise it (`lora-slots plan`)"
+        )
+    router = repository.models.get("lora_router")
+    for key in sizes:
+        mine, theirs = (router.parameter(key) if router else None), model.parameter(key)
+        if router is not None and (mine or "") != (theirs or ""):
+            what = (
+                f"{key} is {mine or 'unset'} here and {theirs or 'unset'} in tensorrt_llm: the slot manager miscounts"
+            )
+            yield Finding(router.file, router.line(key), "lora-cache", what, "write the same in both")
+
+
+def _serving(repository: Repository) -> Iterator[Finding]:
+    model = repository.tensorrt_llm
+    if model is None:
+        return
+    if str(model.parameter("gpt_model_type")).lower() == "v1":
+        what = "gpt_model_type V1 does not feed LoRA tensors (B#511)"
+        yield Finding(model.file, model.line("gpt_model_type"), "batching", what, "write inflight_fused_batching")
+    if not model.config.model_transaction_policy.decoupled:
+        what = "not decoupled: streaming is refused"
+        yield Finding(model.file, model.line_of("decoupled"), "batching", what, "write decoupled: true", warning=True)
+    for group in model.config.instance_group:
+        if group.count > 1:
+            what = f"{group.count} instances: each has a LoRA cache of its own, and an adapter is in one of them only"
+            yield Finding(model.file, model.line_of("count"), "instances", what, "write count: 1")
+    router = repository.models.get("lora_router")
+    if router is not None:
+        if [group.count for group in router.config.instance_group] != [1]:
+            what = "lora_router must be one instance: two would be two slot managers for one engine"
+            yield Finding(router.file, router.line_of("count"), "instances", what, "write count: 1")
+        if not router.config.model_transaction_policy.decoupled:
+            what = "lora_router is not decoupled: one waiting request would hold up all others"
+            yield Finding(router.file, router.line_of("decoupled"), "instances", what, "write decoupled: true")
+
+
+RULES: tuple[Rule, ...] = (_placeholders, _files, _tensors, _weights_type, _engine, _cache, _serving)
