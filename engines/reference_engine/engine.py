@@ -112,7 +112,7 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not (self._mail or self._running or self._waiting or self._closing):
+                while not (self._mail or self._running or self._closing):
                     self._wake.wait()
                 mail, self._mail = self._mail, deque()
                 closing = self._closing

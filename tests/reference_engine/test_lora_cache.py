@@ -95,6 +95,15 @@ def test_too_large_a_put_evicts_all_idle_and_fails(serve: Any, page_bytes: int, 
     assert running.answer().error is None
 
 
+def test_a_waiting_request_already_holds_its_adapter(serve: Any, page_bytes: int, make_adapter: Any) -> None:
+    """A task is in progress from the moment its request is fetched, not from the moment it runs."""
+    client = serve(host_bytes=page_bytes, max_rank=8, max_kv_tokens=256)
+    client.tokens(PROMPT, 2, task=1, adapter=make_adapter(1))
+    running, waiting = client.ask(PROMPT, 250), client.ask(PROMPT, 250, task=1)
+    assert "no done tasks to evict" in client.ask(PROMPT, 2, task=2, adapter=make_adapter(2)).answer().error
+    assert [running.answer().error, waiting.answer().error] == [None, None]
+
+
 def test_weights_without_an_id_are_ignored(client: Any, make_adapter: Any) -> None:
     """The C++ backend reads the pair only beside an id: the base answers."""
     assert client.tokens(PROMPT, 8) == client.tokens(PROMPT, 8, adapter=make_adapter(1))
