@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -96,6 +97,7 @@ announce(launch, "check_stub")
 announce(probe, "is_ready")
 announce(probe, "doors_not_open")
 announce(process.KeptProcess, "_tell")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 mine = Path(tempfile.mkdtemp())
 config = StackConfig(model_repository=Path(sys.argv[1]), environment={"MARK": "!"}, temporary=(mine,))
 with exit_on_signals(), TritonServer(config) as server:
@@ -377,7 +379,7 @@ class Child:
     """The CHILD program, as a terminal would run it: in a process group of its own."""
 
     def __init__(self, models: Path, how: str = "pause") -> None:
-        self.name = ""
+        self.name = self.words = ""
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(models), how],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
@@ -395,8 +397,16 @@ class Child:
     def interrupt(self, number: int = signal.SIGINT) -> None:
         os.killpg(self.process.pid, number)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
     def end(self) -> int:
-        self.process.communicate(timeout=30)
+        self.words = self.process.communicate(timeout=30)[1]
         return self.process.returncode
 
     def left_nothing(self) -> bool:
@@ -406,50 +416,50 @@ class Child:
 @pytest.mark.parametrize("moment", ["command", "check_stub", "is_ready", "doors_not_open", "serving"])
 def test_interrupt_leaves_nothing(moment: str, models: Path, temporary: Path) -> None:
     """Ctrl-C at any moment of the start, or while serving, leaves no process, no memory and no folder."""
-    child = Child(models)
-    child.read_until(moment)
-    child.interrupt()
-    assert child.end() == -signal.SIGINT
-    assert child.left_nothing()
+    with Child(models) as child:
+        child.read_until(moment)
+        child.interrupt()
+        assert child.end() == -signal.SIGINT, child.words
+        assert child.left_nothing()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_leaves_nothing(number: int, models: Path, temporary: Path) -> None:
     """SIGTERM and SIGHUP end the program in order, after its server."""
-    child = Child(models)
-    child.read_until("serving")
-    child.interrupt(number)
-    assert child.end() == 128 + number
-    assert child.left_nothing()
+    with Child(models) as child:
+        child.read_until("serving")
+        child.interrupt(number)
+        assert child.end() == 128 + number
+        assert child.left_nothing()
 
 
 def test_second_interrupt_kills_at_once(models: Path, temporary: Path) -> None:
     """Ctrl-C during the stop does not wait for Triton's own."""
-    child = Child(models)
-    child.read_until("serving")
-    child.interrupt()
-    child.read_until("_tell")
-    began = time.monotonic()
-    child.interrupt()
-    assert child.end() == -signal.SIGINT
-    assert time.monotonic() - began < 2
-    assert child.left_nothing()
+    with Child(models) as child:
+        child.read_until("serving")
+        child.interrupt()
+        child.read_until("_tell")
+        began = time.monotonic()
+        child.interrupt()
+        assert child.end() == -signal.SIGINT, child.words
+        assert time.monotonic() - began < 2
+        assert child.left_nothing()
 
 
 @pytest.mark.parametrize("moment", ["is_ready", "serving"])
 def test_killed_program_leaves_nothing(moment: str, models: Path, temporary: Path) -> None:
     """A program that is killed outright leaves no process, no memory and no folder, some seconds later."""
-    child = Child(models)
-    child.read_until(moment)
-    child.process.kill()
-    child.end()
-    assert eventually(child.left_nothing)
-    assert eventually(lambda: not list(temporary.iterdir()))
+    with Child(models) as child:
+        child.read_until(moment)
+        child.process.kill()
+        child.end()
+        assert eventually(child.left_nothing)
+        assert eventually(lambda: not list(temporary.iterdir()))
 
 
 def test_leaving_without_stop_leaves_nothing(models: Path, temporary: Path) -> None:
     """A program that ends in order inside the block waits until its server is gone."""
-    child = Child(models, "leave")
-    child.read_until("serving")
-    assert child.end() == 0
-    assert child.left_nothing()
+    with Child(models, "leave") as child:
+        child.read_until("serving")
+        assert child.end() == 0
+        assert child.left_nothing()

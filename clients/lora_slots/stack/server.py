@@ -81,7 +81,7 @@ class TritonServer:
     @property
     def pid(self) -> int | None:
         """Process id of tritonserver; None while it does not run."""
-        return self._process.pid if self._process else None
+        return self._process.pid or None if self._process else None
 
     def start(self) -> None:
         """Start the server and return when it is ready. Raises StackError; then nothing is left running."""
@@ -162,6 +162,7 @@ class TritonServer:
                 shm_prefix=self._name, exit_timeout_s=config.exit_timeout_s, parent=os.getpid(),
             )  # fmt: skip
             self._process = KeptProcess(order, environment)
+            self._process.start()
             self._stubs = probe.StubWatch(self._process.pid)
             self._await_ready(self._process.pid, self._ports)
         except BaseException:
