@@ -27,6 +27,7 @@ log = structlog.get_logger("adapter_slots")
 
 QUARANTINED_AT_MOST = 4
 _TOUCH_S = 60.0
+_SPARE_BLOCKS = 8  # the last block of each file, directories
 
 
 class Worth(IntEnum):
@@ -201,7 +202,7 @@ class DiskSpace:
             stat = os.statvfs(self.root)
         except OSError as error:
             raise disk_error(error, self.root) from None
-        return stat.f_bavail * stat.f_frsize
+        return max(0, stat.f_bavail - _SPARE_BLOCKS) * stat.f_frsize
 
     def _why_full(self, num_bytes: int, others: list[Stored]) -> str:
         held = sum(stored.num_bytes for stored in others if stored.uses)
