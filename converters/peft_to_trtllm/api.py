@@ -93,8 +93,8 @@ def convert_job(job: Job, out: Path, progress: Progress | None = None) -> Bundle
     try:
         with BundleStream(out, ready.plan.config(), ready.plan.width, ready.dtype) as stream:
             stream.begin()
-            for number, values in ready.rows(progress):
-                stream.put(number, values)
+            for _, values in ready.rows(progress):
+                stream.put(values)
             if job.report.problems:
                 raise AdapterRefused(job.report)
             digest = hashing.result()

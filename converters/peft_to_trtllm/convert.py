@@ -26,12 +26,13 @@ def convert_rows(
 ) -> Iterator[tuple[int, Array]]:
     """Yield (row number, values [row.size] in the storage type of `dtype`) for every row without a problem.
 
-    The array is reused: it is valid until the next one is asked for. After a problem the rest is still examined, so
-    that every reason is known; the caller must look at `problems` before it believes any row.
+    The array is reused: it is valid until two more have been asked for (one is being written, one waits, one is being
+    filled). After a problem the rest is still examined, so that every reason is known; the caller must look at
+    `problems` before it believes any row.
     """
-    buffer = np.zeros(plan.width, STORAGE[dtype])
+    buffers = np.zeros((3, plan.width), STORAGE[dtype])
     for number, row in enumerate(plan.rows):
-        values = buffer[: row.size]
+        values = buffers[number % 3, : row.size]
         if len(row.blocks) > 1 or row.num_experts > 1:
             values[:] = 0
         good = _fill_all(row, values, file, dtype, problems)

@@ -1,4 +1,4 @@
-"""A bundle written row by row: no more than one row in memory, hashed on the way by a second thread.
+"""A bundle written row by row: a few rows in memory, hashed on the way by a second thread.
 
 The result is byte for byte what `trtllm_lora.write_bundle` writes of the same arrays. Padding is left as a hole of the
 file: it reads as zeros and costs no disk. The bundle appears under its digest only when it is whole and on disk; on any
@@ -13,7 +13,7 @@ import os
 import queue
 import shutil
 import threading
-from io import FileIO
+from io import BytesIO, FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from trtllm_lora.tensors import STORAGE, IntArray
 
 _CHUNK = 1 << 18
 _ZEROS = bytes(_CHUNK)
+_WRITEBACK = 2 << 20
 
 
 class BundleStream:
@@ -41,7 +42,7 @@ class BundleStream:
         self._folder = parent / f".writing-{os.urandom(8).hex()}"
         self._made_parent = False
         self._file: FileIO | None = None
-        self._hash: _FollowingHash | None = None
+        self._hasher: _Hasher | None = None
 
     def __enter__(self) -> BundleStream:
         return self  # nothing is opened here: an interrupt between this and the block's first line would leave it
@@ -56,19 +57,19 @@ class BundleStream:
             self._made_parent = not self._parent.is_dir()
             self._folder.mkdir(parents=True)
             self._file = (self._folder / format_.WEIGHTS_FILE).open("w+b", buffering=0)
-            descr = self._dtype.str  # '<f4', '<f2' or '|V2', as numpy.save spells them
-            header = {"descr": descr, "fortran_order": False, "shape": self._shape}
-            np.lib.format.write_array_header_1_0(self._file, header)  # type: ignore[no-untyped-call]
+            header = _npy_header(self._dtype, self._shape)
+            self._file.write(header)
         except OSError as error:
             raise BundleError(f"{self._parent}: cannot be written: {error.strerror or error}") from None
-        self._start = self._file.tell()
-        self._hash = _FollowingHash(self._file.fileno(), self._start)
+        self._position = len(header)
+        self._advised = 0
+        self._hasher = _Hasher(header)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._hash:
-            self._hash.stop()
+        if self._hasher:
+            self._hasher.stop()
         if self._file:
             self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -78,28 +79,34 @@ class BundleStream:
         if isinstance(error, OSError):
             raise BundleError(f"{self._parent}: writing the bundle failed: {error.strerror or error}") from None
 
-    def put(self, number: int, values: Array) -> None:
-        """Write one row: `values` [≤ width] in the storage type; the rest of the row stays zero."""
-        file, following = self._opened()
-        data = memoryview(values.data).cast("B")
-        offset, done = self._start + number * self._row_bytes, 0
-        while done < len(data):
-            done += os.pwrite(file.fileno(), data[done:], offset + done)
-        following.follow(len(data), self._row_bytes - len(data))
+    def put(self, values: Array) -> None:
+        """Write the next row: `values` [≤ width] in the storage type; the rest of the row stays zero.
 
-    def _opened(self) -> tuple[FileIO, _FollowingHash]:
-        if self._file is None or self._hash is None:
+        The array may be changed once two more rows have been put.
+        """
+        file, hasher = self._opened()
+        data, done = memoryview(values.data).cast("B"), 0
+        while done < len(data):
+            done += os.pwrite(file.fileno(), data[done:], self._position + done)
+        hasher.put(data, self._row_bytes - len(data))
+        self._position += self._row_bytes
+        if self._position - self._advised >= _WRITEBACK:
+            # DONTNEED of dirty pages only starts their way to the disk: the fsync at the end then finds little to do
+            os.posix_fadvise(file.fileno(), self._advised, self._position - self._advised, os.POSIX_FADV_DONTNEED)
+            self._advised = self._position
+
+    def _opened(self) -> tuple[FileIO, _Hasher]:
+        if self._file is None or self._hasher is None:
             raise BundleError("the stream was not begun")
-        return self._file, self._hash
+        return self._file, self._hasher
 
     def finish(self, facts: BundleFacts) -> Bundle:
         """Complete the files, write the manifest, and give the bundle its name."""
-        file, following = self._opened()
-        size = self._start + self._shape[1] * self._row_bytes
-        os.ftruncate(file.fileno(), size)
+        file, hasher = self._opened()
+        os.ftruncate(file.fileno(), self._position)
         os.fsync(file.fileno())
         files = {
-            format_.WEIGHTS_FILE: {"bytes": size, "sha256": following.result()},
+            format_.WEIGHTS_FILE: {"bytes": self._position, "sha256": hasher.result()},
             format_.CONFIG_FILE: format_._write_array(self._folder / format_.CONFIG_FILE, self._config),
         }
         shape_only = np.broadcast_to(np.zeros(1, STORAGE[facts.dtype]), self._shape)
@@ -109,55 +116,45 @@ class BundleStream:
         return format_._publish(self._folder, self._parent / manifest["digest"], manifest)
 
 
-class _FollowingHash:
-    """sha256 of a file while it grows: a thread reads what was written, and counts padding as the zeros it is."""
+def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The head of an .npy file, as numpy.save writes it."""
+    head = BytesIO()
+    descr = dtype.str  # '<f4', '<f2' or '|V2'
+    content = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, content)  # type: ignore[no-untyped-call]
+    return head.getvalue()
 
-    def __init__(self, descriptor: int, start: int) -> None:
-        self._descriptor = descriptor
-        self._position = 0
-        self._digest = hashlib.sha256()
-        self._queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._failure: OSError | None = None
+
+class _Hasher:
+    """sha256 of rows in order, on a thread of its own, while the next row is computed and written."""
+
+    def __init__(self, header: bytes) -> None:
+        self._digest = hashlib.sha256(header)
+        self._queue: queue.Queue[tuple[memoryview, int] | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._run, name="bundle-hash", daemon=True)
-        self._queue.put((start, 0))
         self._thread.start()
 
-    def follow(self, written: int, padding: int) -> None:
-        """The next `written` bytes are in the file, and `padding` zeros follow them."""
-        self._queue.put((written, padding))
+    def put(self, data: memoryview, padding: int) -> None:
+        """Hash `data` and `padding` zeros after it. Returns when the row before the last one is hashed."""
+        self._queue.put((data, padding))
 
     def stop(self) -> None:
-        """End the thread; what it did not hash is left."""
-        self._queue.put(None)
-        self._thread.join()
+        """Finish what was put and end the thread."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
 
     def result(self) -> str:
-        """Hex digest once everything that was announced is hashed."""
+        """Hex digest of all that was put."""
         self.stop()
-        if self._failure:
-            raise self._failure
         return self._digest.hexdigest()
 
     def _run(self) -> None:
-        buffer = bytearray(_CHUNK)
-        view = memoryview(buffer)
-        while (item := self._queue.get()) is not None and self._failure is None:
-            try:
-                self._read(item[0], view)
-            except OSError as error:
-                self._failure = error
-            for at in range(0, item[1], _CHUNK):
-                self._digest.update(_ZEROS[: min(_CHUNK, item[1] - at)])
-            self._position += sum(item)
-
-    def _read(self, length: int, view: memoryview) -> None:
-        done = 0
-        while done < length:
-            got = os.preadv(self._descriptor, [view[: min(_CHUNK, length - done)]], self._position + done)
-            if got <= 0:
-                raise OSError("the file became shorter while it was written")
-            self._digest.update(view[:got])
-            done += got
+        while (item := self._queue.get()) is not None:
+            data, padding = item
+            self._digest.update(data)
+            for at in range(0, padding, _CHUNK):
+                self._digest.update(_ZEROS[: min(_CHUNK, padding - at)])
 
 
 class FileHash:

@@ -85,10 +85,9 @@ def test_facts(tmp_path: Path) -> None:
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
     """Whatever ends a run in the middle, nothing is left where the bundle would have been."""
 
-    def put(self: Any, number: int, values: Any) -> None:
-        if number:
-            raise error
-        whole(self, number, values)
+    def put(self: Any, values: Any) -> None:
+        whole(self, values)
+        raise error
 
     whole = stream.BundleStream.put
     monkeypatch.setattr(stream.BundleStream, "put", put)
