@@ -15,9 +15,11 @@ import numpy as np
 from lora_slots.errors import ServerError
 
 ENSEMBLE, ROUTER = "ensemble", "lora_router"
-_TELL_CODES = {"triton_grpc_error": "true"}
-"""Without this header Triton tells a stream's errors as text alone, without their status."""
-_CODE = re.compile(r"^\[?StatusCode\.(\w+)\]?\s*")
+_STATUS = re.compile(r"^\[?StatusCode\.(\w+)\]?\s*")
+_TAG = re.compile(r"^\[([A-Z_]+)\] ")
+"""`lora_router` begins its error texts with their code: a stream carries no status of its own (and the header that asks
+Triton 2.51 for one, triton_grpc_error, crashes that server)."""
+_CODES = {"INVALID_ARG": "INVALID_ARGUMENT"}
 _IN_ENSEMBLE = re.compile(r"^in ensemble '[^']*', (\[request id: [^\]]*\] )?")
 SAMPLING: Mapping[str, tuple[str, Any]] = {
     "temperature": ("FP32", np.float32),
@@ -101,7 +103,7 @@ class Client:
         answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         wanted = [self._triton.InferRequestedOutput(name) for name in outputs]
         ended = False
-        self._client.start_stream(lambda result, error: answers.put((result, error)), headers=_TELL_CODES)
+        self._client.start_stream(lambda result, error: answers.put((result, error)))
         try:
             try:
                 self._client.async_stream_infer(
@@ -135,11 +137,13 @@ class Client:
 
 
 def server_error(error: Exception) -> ServerError:
-    """Triton's error as ours: the gRPC status name, and the text without Triton's wrapping."""
+    """Triton's error as ours: the status name, and the text without Triton's wrapping."""
     text = str(error)
-    found = _CODE.match(text)
-    code = found.group(1) if found else "UNKNOWN"
-    message = _IN_ENSEMBLE.sub("", _CODE.sub("", text))
+    status = _STATUS.match(text)
+    message = _IN_ENSEMBLE.sub("", _STATUS.sub("", text)).strip()
+    tag = _TAG.match(message)
+    code = tag.group(1) if tag else status.group(1) if status else "UNKNOWN"
+    message = _TAG.sub("", message)
     if code == "UNAVAILABLE" and "connect" in message:
-        message = f"no server answers there ({message.strip()})"
-    return ServerError(message.strip(), code=code)
+        message = f"no server answers there ({message})"
+    return ServerError(message, code=_CODES.get(code, code))

@@ -54,6 +54,14 @@ class TritonEngine:
         self._client: triton.InferenceServerClient | None = None
         self._counter = 0
 
+    async def ready(self) -> bool:
+        """Whether the engine's model is loaded. Never raises."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return bool(await self._open().is_model_ready(self._model))
+        except (TimeoutError, InferenceServerException):
+            return False
+
     async def register(self, region: Region) -> None:
         """Let Triton map a region. Raises TierError."""
         await self._call("register_system_shared_memory", region.name, f"/{region.name}", region.num_bytes)

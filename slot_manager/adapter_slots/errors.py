@@ -5,8 +5,10 @@ Triton's Python backend can send only a few codes; `grpc_code` names one of them
 SlotError
 ├── UnknownAdapter       NOT_FOUND 404            no adapter of that name; near names given
 ├── AdapterRejected      INVALID_ARG 422  the bundle does not fit this engine, or weights came by hand
+├── LeaseRunning         ALREADY_EXISTS 409       a request of that id is still running
 ├── BadRequest           INVALID_ARG 400     the request contradicts itself
 ├── NoRoom               UNAVAILABLE 429   no slot within the deadline, or none could ever be
+├── AdapterCold          UNAVAILABLE 503          it is not in a slot, and the request does not wait
 ├── AdapterFailed        UNAVAILABLE 503          its last move failed; the reason is kept, back-off runs
 ├── Draining             UNAVAILABLE 503          nothing new is granted any more
 └── RegistryError        INTERNAL 500  adapters.yaml cannot be read; the last good one stays
@@ -26,6 +28,8 @@ TierError                inside the manager       a move failed (store, disk, ho
 ├── EngineMiss           the engine does not hold the task id
 ├── EngineFull           its LoRA cache has no room (`lost_idle`: every idle adapter is gone)
 ├── EngineRefused        a validation error: permanent for this adapter
+├── MoveRejected         what arrived on DISK does not fit the engine: permanent
+├── BundleGone           the bundle left the disk: it is fetched again
 └── BundleBroken         the bundle on DISK is not what its manifest says
 
 EventRefused             a programmer's mistake   the machine was told something impossible
@@ -41,9 +45,24 @@ class SlotError(Exception):
     http_status = 500
     retryable = False
 
-    def __init__(self, message: str, *, adapter: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        adapter: str | None = None,
+        retry_after_s: float | None = None,
+        story: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(message)
         self.adapter = adapter
+        self.retry_after_s = retry_after_s
+        self.story = story
+        """The last lines of the adapter's story, for logs and for `slots explain`."""
+
+    @property
+    def wire_text(self) -> str:
+        """The text clients see: it begins with the code, since Triton's streams carry no status."""
+        return f"[{self.grpc_code}] {self}"
 
 
 class UnknownAdapter(SlotError):
@@ -74,6 +93,12 @@ class NoRoom(SlotError):
     """No slot fell free in time, or the adapter is larger than the engine's cache."""
 
     grpc_code, http_status, retryable = "UNAVAILABLE", 429, True
+
+
+class AdapterCold(SlotError):
+    """The adapter is not in a slot and the request does not wait; it is being warmed meanwhile."""
+
+    grpc_code, http_status, retryable = "UNAVAILABLE", 503, True
 
 
 class AdapterFailed(SlotError):
@@ -176,6 +201,16 @@ class ConversionFailed(TierError):
     """A raw adapter could not be converted to a bundle; the message has every reason."""
 
     transient = False
+
+
+class MoveRejected(TierError):
+    """What arrived on DISK does not fit the engine, or is broken: every reason."""
+
+    transient = False
+
+
+class BundleGone(TierError):
+    """The bundle left the disk after it was opened."""
 
 
 class EventRefused(Exception):

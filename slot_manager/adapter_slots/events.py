@@ -12,6 +12,7 @@ from enum import Enum, IntEnum
 class Tier(IntEnum):
     """Where the nearest copy of an adapter is; a copy above implies a copy below."""
 
+    REMOTE = 0
     DISK = 1
     HOST = 2
     SLOT = 3
@@ -21,6 +22,7 @@ class Reason(Enum):
     """Why a lease was refused, or a copy evicted: the label in metrics and logs."""
 
     DEADLINE = "deadline"
+    COLD = "cold"
     FAILED = "failed"
     TOO_LARGE = "too_large"
     DRAINING = "draining"
@@ -37,16 +39,24 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """The registry has a new adapter; its bundle is on DISK."""
+class Facts:
+    """What the machine must know of a bundle before it can be moved above DISK."""
 
-    adapter: str
-    name: str
     task_id: int
     pages: int
     """Pages it takes in the engine's LoRA cache (`CacheGeometry.max_pages_for`)."""
     num_bytes: int
     """Bytes it takes in HOST."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """The registry has a new adapter. With facts its bundle is on DISK, without it is REMOTE."""
+
+    adapter: str
+    name: str
+    facts: Facts | None = None
+    pool: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,8 @@ class Acquired:
     """Refuse the lease if it was not granted by then."""
     hold_s: float
     """Reap the lease this long after it was granted, should nobody report its end."""
+    waits: bool = True
+    """False: a cold adapter is refused at once, with the time it is expected to take, and warmed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +102,20 @@ class Unpinned:
 
 
 @dataclass(frozen=True, slots=True)
+class Warmed:
+    """Somebody wants the adapter in a slot once, without a lease."""
+
+    adapter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The manager grants nothing new any more (on), or does again (off)."""
+
+    on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class EvictAsked:
     """An operator wants the adapter out of its slot now."""
 
@@ -98,10 +124,11 @@ class EvictAsked:
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """A Promote ended well: the adapter is in that tier."""
+    """A Promote ended well: the adapter is in that tier. `facts` come with DISK."""
 
     adapter: str
     tier: Tier
+    facts: Facts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +140,19 @@ class PromoteFailed:
     why: str
     transient: bool = False
     """Waiting leases stay, and the move is tried again after a back-off; else they are refused with `why`."""
+    gone: bool = False
+    """The copy on DISK is gone: it has to be brought from REMOTE again."""
     engine_lost_idle: bool = False
     """The engine evicted every idle adapter before it failed (trtllm-lora rule: `pageIds.has_value()`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """A Touch ended. `missed`: the engine did not hold the adapter any more."""
+    """A Touch ended. `missed`: the engine did not hold the adapter any more. `failed`: nobody knows."""
 
     adapter: str
     missed: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +174,8 @@ Event = (
     | Released
     | Pinned
     | Unpinned
+    | Warmed
+    | Drained
     | EvictAsked
     | Promoted
     | PromoteFailed
@@ -199,6 +231,8 @@ class Refuse:
     adapter: str
     reason: Reason
     why: str
+    retry_after_s: float | None = None
+    """When asking again is worth it, where that can be said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from adapter_slots.events import Tier
 from adapter_slots.machine import SlotMachine
+from adapter_slots.pools import NO_RIGHTS
 from trtllm_lora.engine_cache import TaskState
 
 
@@ -25,6 +27,17 @@ def _bounds(machine: SlotMachine) -> Iterator[str]:
         yield "more bytes in HOST than allowed"
     if sum(a.moving is Tier.SLOT for a in in_slot) > 1:
         yield "two binds at one time"
+    for name, pool in machine.config.pools.by_name.items():
+        used = sum(a.pool == name for a in in_slot)
+        if pool.cap is not None and used > pool.cap:
+            yield f"rule 8: pool {name} has {used} slots, its cap is {pool.cap}"
+    others = sum(
+        max(0, count - machine.config.pools.by_name.get(name or "", NO_RIGHTS).reserved)
+        for name, count in Counter(a.pool for a in in_slot).items()
+    )
+    reserved = sum(pool.reserved for pool in machine.config.pools.by_name.values())
+    if others > machine.config.num_slots - reserved:
+        yield f"rule 8: {others} adapters in {machine.config.num_slots - reserved} shared slots"
 
 
 def _tiers(machine: SlotMachine) -> Iterator[str]:
@@ -32,9 +45,9 @@ def _tiers(machine: SlotMachine) -> Iterator[str]:
         if a.moving is not None and a.moving != a.tier + 1:
             yield f"{a.name}: moves from {a.tier.name} to {a.moving.name}"
         if a.leases and a.tier is not Tier.SLOT:
-            lost = a.waiting or a.tier is Tier.HOST  # an engine miss demotes an adapter whose leases still run
-            if not lost:
-                yield f"{a.name}: leased in {a.tier.name}"
+            yield f"{a.name}: leased in {a.tier.name}"
+        if a.tier > Tier.DISK and a.task_id == 0:
+            yield f"{a.name}: in {a.tier.name} without a task id"
         if a.tier is Tier.SLOT and a.waiting and not a.draining:
             yield f"{a.name}: in a slot, and leases wait for it"
 

@@ -11,12 +11,13 @@ Rules, each with a property test and a mutation that the test catches:
 5. One move per adapter at a time, however many wait. Waiting leases have deadlines; an adapter that waited
    `max_wait_s` drains another one: that one gets no new leases until it left its slot.
 6. Every Promote and Touch ends in exactly one event. A refused event raises EventRefused and changes nothing.
-7. An engine miss demotes the adapter to HOST and binds it again if anybody wants it.
+7. An engine miss demotes the adapter to HOST and binds it again; one miss makes every other adapter be looked at.
+8. Slots reserved for a pool are never taken by another; a pool with a cap never has more.
 
-Theory of operation. An adapter climbs DISK -> HOST -> SLOT one tier at a time, as long as somebody *wants* it (waits
-for it, or pinned it). `_advance` runs after every event and starts each move that fits, longest-wanting first. Binds
-go one at a time: the engine's put may evict, and only a known order of puts can be mirrored. "Retired" is an adapter
-that left its slot here while the engine still holds it.
+Theory of operation. An adapter climbs REMOTE -> DISK -> HOST -> SLOT one tier at a time, as long as somebody *wants* it
+(waits for it, pinned it, or asked for it to be warmed). `_advance` runs after every event and starts each move that
+fits, longest-wanting first. Binds go one at a time: the engine's put may evict, and only a known order of puts can be
+mirrored. "Retired" is an adapter that left its slot here while the engine still holds it.
 
 This file never reads a clock, a disk or a socket.
 """
@@ -29,6 +30,7 @@ from adapter_slots.errors import EventRefused
 from adapter_slots.events import (
     Acquired,
     Added,
+    Drained,
     Effect,
     Event,
     EvictAsked,
@@ -45,14 +47,15 @@ from adapter_slots.events import (
     Tier,
     Touched,
     Unpinned,
+    Warmed,
 )
-from adapter_slots.policy import LeastRecentlyUsed, Policy
+from adapter_slots.membership import Membership
+from adapter_slots.policy import Policy
 from adapter_slots.records import Adapter, Lease, MachineConfig
-from adapter_slots.room import room_in_host, room_in_slots
-from adapter_slots.working_set import WorkingSet
+from adapter_slots.room import could_fit, room_in_host, room_in_slots
 
 
-class SlotMachine(WorkingSet):
+class SlotMachine(Membership):
     """State of the working set of one engine. See the module's rules.
 
     `handle(event, now)` is the one door; `next_deadline()` says when a Ticked is due. `invariants.broken_rules`
@@ -60,8 +63,7 @@ class SlotMachine(WorkingSet):
     """
 
     def __init__(self, config: MachineConfig, policy: Policy | None = None) -> None:
-        super().__init__(config)
-        self.policy = policy or LeastRecentlyUsed()
+        super().__init__(config, policy)
         self._tick_due: float | None = None
 
     # --- the door
@@ -78,11 +80,11 @@ class SlotMachine(WorkingSet):
             case Released(lease):
                 self._released(self._lease(lease), now)
             case Promoted(adapter, tier):
-                self._promoted(self._moving(adapter, tier), tier, now)
+                self._promoted(self._moving(adapter, tier), event, now)
             case PromoteFailed():
                 self._promote_failed(event, now)
-            case Touched(adapter, missed):
-                self._touched(self._touching(adapter), missed, now)
+            case Touched(adapter):
+                self._touched(self._touching(adapter), event, now)
             case Missed(adapter):
                 self._missed(self._adapter(adapter), now)
             case Ticked():
@@ -91,8 +93,12 @@ class SlotMachine(WorkingSet):
                 self._pinned(self._adapter(adapter), now)
             case Unpinned(adapter):
                 self._unpinned(self._adapter(adapter), now)
+            case Warmed(adapter):
+                self._warmed(self._adapter(adapter), now)
             case EvictAsked(adapter):
                 self._evict_asked(self._adapter(adapter), now)
+            case Drained(on):
+                self._drained(on)
             case Added():
                 self._added(event, now)
             case Removed(adapter):
@@ -118,14 +124,9 @@ class SlotMachine(WorkingSet):
         adapter = self._adapter(event.adapter)
         if event.lease in self.leases:
             raise EventRefused(f"lease {event.lease} is still running")
-        if adapter.removed:
-            raise EventRefused(f"{adapter.name} was removed")
-        too_large = self._too_large(adapter)
-        if too_large:
-            self._effects.append(Refuse(event.lease, adapter.digest, Reason.TOO_LARGE, too_large))
-            return
-        if adapter.tier is not Tier.SLOT and now < adapter.retry_at:
-            self._effects.append(Refuse(event.lease, adapter.digest, Reason.FAILED, adapter.failure))
+        refusal = self._refusal(adapter, event, now)
+        if refusal is not None:
+            self._effects.append(refusal)
             return
         adapter.last_used = now
         lease = Lease(event.lease, adapter.digest, now, adapter.tier, event.wait_until, event.hold_s)
@@ -136,6 +137,26 @@ class SlotMachine(WorkingSet):
         adapter.waiting[lease.id] = None
         heapq.heappush(self._deadlines, (lease.wait_until, lease.id))
         self._want(adapter, now)
+
+    def _refusal(self, adapter: Adapter, event: Acquired, now: float) -> Refuse | None:
+        """Why a lease is refused at once, if it is."""
+        refuse = (event.lease, adapter.digest)
+        if self.draining:
+            return Refuse(*refuse, Reason.DRAINING, "the slot manager is draining")
+        if adapter.removed:
+            return Refuse(*refuse, Reason.REMOVED, f"{adapter.name} was removed")
+        if self._too_large(adapter):
+            return Refuse(*refuse, Reason.TOO_LARGE, self._too_large(adapter))
+        if adapter.tier is Tier.SLOT and not adapter.draining:
+            return None
+        if now < adapter.retry_at and not adapter.retries:
+            return Refuse(*refuse, Reason.FAILED, adapter.failure, adapter.retry_at - now)
+        if event.waits:
+            return None
+        adapter.warming = True
+        self._want(adapter, now)
+        eta_s = self._eta_s(adapter)
+        return Refuse(*refuse, Reason.COLD, f"in {adapter.tier.name}, ready in about {eta_s:.1f} s", eta_s)
 
     def _released(self, lease: Lease, now: float) -> None:
         adapter = self.adapters[lease.adapter]
@@ -151,93 +172,129 @@ class SlotMachine(WorkingSet):
 
     # --- moves
 
-    def _promoted(self, adapter: Adapter, tier: Tier, now: float) -> None:
-        adapter.moving, adapter.tier, adapter.failures = None, tier, 0
-        adapter.tell(now, f"in {tier.name}")
-        if tier is Tier.SLOT:
+    def _promoted(self, adapter: Adapter, event: Promoted, now: float) -> None:
+        self._arrived(adapter, event.tier, now)
+        if event.facts is not None:
+            wrong = self._learn(adapter, event.facts)
+            if wrong:
+                self._refuse_all(adapter, Reason.TOO_LARGE, wrong)
+            if adapter.task_id == 0:  # another adapter has its task id: it cannot go up
+                adapter.tier, adapter.failure, adapter.retries = Tier.REMOTE, wrong, False
+                adapter.retry_at = now + self.config.max_backoff_s
+        if event.tier is Tier.SLOT:
+            adapter.warming, adapter.bound_at = False, now
             self._finished(adapter, now)
             self._grant_waiting(adapter, now)
         self._forget_if_removed(adapter, now)
 
     def _promote_failed(self, event: PromoteFailed, now: float) -> None:
         adapter = self._moving(event.adapter, event.tier)
-        self._move_failed(adapter)
+        self._move_failed(adapter, now)
         adapter.failures += 1
-        adapter.failure = event.why
+        adapter.failure, adapter.retries = event.why, event.transient
         adapter.retry_at = now + min(self.config.backoff_s * 2 ** (adapter.failures - 1), self.config.max_backoff_s)
         adapter.tell(now, f"{event.tier.name} failed: {event.why}")
+        if event.gone:
+            adapter.tier, adapter.retry_at, adapter.retries = Tier.REMOTE, now, True
         if event.engine_lost_idle:
             for task in self.mirror.eviction_order():
                 self._missed(self._by_task[task], now)
-        if not event.transient:
-            self._refuse_all(adapter, Reason.FAILED, event.why)
+        if not adapter.retries:
+            self._refuse_all(adapter, Reason.FAILED, event.why, adapter.retry_at - now)
+            if adapter.pinned:
+                self._want(adapter, now)
         self._forget_if_removed(adapter, now)
 
-    def _touched(self, adapter: Adapter, missed: bool, now: float) -> None:
+    def _touched(self, adapter: Adapter, event: Touched, now: float) -> None:
         adapter.touching = False
-        adapter.touched_at = now
-        if missed:
+        if event.missed:
             self._missed(adapter, now)
-        elif not adapter.leases and adapter.moving is None:
-            # a touch is a request like any other: it makes the task the most recently finished one
-            self.mirror.bump(adapter.task_id)
-            self._finished(adapter, now)
+        elif adapter.moving is None:
+            if not event.failed:
+                adapter.touched_at = adapter.touch_began
+            if not adapter.leases:
+                # a touch is a request like any other: it makes the task the most recently finished one
+                self.mirror.bump(adapter.task_id)
+                self._finished(adapter, now)
+        self._forget_if_removed(adapter, now)
 
     def _missed(self, adapter: Adapter, now: float) -> None:
         if adapter.moving is Tier.SLOT:
             return  # it is being bound again already
         self.mirror.drop(adapter.task_id)
+        for lease_id in adapter.leases:
+            # the engine never evicts a task that runs, so these requests ended with it
+            del self.leases[lease_id]
+            self._effects.append(Reap(lease_id, adapter.digest))
+        adapter.leases.clear()
         if adapter.tier is Tier.SLOT:
             self._leave_slot(adapter, Reason.MISS, now)
-            if adapter.pinned or adapter.waiting:
+            adapter.warming = not adapter.removed and not self.draining
+            if adapter.warming:
                 self._want(adapter, now)
+            for other in self._in_slot.values():
+                # where one was lost, others may be: a restarted engine has forgotten them all
+                if other.moving is None and other.touched_at < now:
+                    self._touch(other, now)
 
     def _advance(self, now: float) -> None:
         binding = any(a.moving is Tier.SLOT for a in self._in_slot.values())
-        host_moves = sum(a.moving is Tier.HOST for a in self._in_host.values())
+        blocked = False
+        moves = sum(a.moving is not None for d in self._wanted if (a := self.adapters[d]))
         others_want = False
         for digest, since in list(self._wanted.items()):
             adapter = self.adapters[digest]
             others_want |= adapter.tier is not Tier.SLOT
             if adapter.moving is not None or now < adapter.retry_at:
                 continue
-            if adapter.tier is Tier.DISK and host_moves < self.config.max_host_moves:
-                host_moves += self._promote_to_host(adapter, now)
-            elif adapter.tier is Tier.HOST and not binding:
-                # the first that wants a slot decides: one that came later must not overtake it for ever
-                binding = True
-                self._promote_to_slot(adapter, since, now)
+            if adapter.tier is Tier.HOST:
+                # one that came later must not overtake for ever, but a slot reserved for it takes nothing from others
+                if not binding and (not blocked or self._has_reserved_slot(adapter)):
+                    binding = self._promote_to_slot(adapter, since, now)
+                    blocked = blocked or (not binding and could_fit(adapter, self._in_slot.values(), self.config))
+            elif adapter.tier < Tier.HOST and moves < self.config.max_host_moves:
+                moves += self._promote_to_memory(adapter, now)
         if not others_want:
             self._stop_draining(now)
 
-    def _promote_to_host(self, adapter: Adapter, now: float) -> bool:
+    def _promote_to_memory(self, adapter: Adapter, now: float) -> bool:
+        if adapter.tier is Tier.REMOTE:
+            self._begin(adapter, Tier.DISK, now)
+            return True
         room = room_in_host(adapter, self._in_host.values(), self._host_bytes, self.config, self.policy)
-        if not room.ready:
-            return False
-        for victim in room.evict:
-            self._leave_host(victim, Reason.ROOM, now)
-        self._enter_host(adapter)
-        return True
+        if room.ready:
+            for victim in room.evict:
+                self._leave_host(victim, Reason.ROOM, now)
+            self._enter_host(adapter, now)
+        return room.ready
 
-    def _promote_to_slot(self, adapter: Adapter, since: float, now: float) -> None:
-        room = room_in_slots(adapter, self._in_slot.values(), self.mirror, self._by_task, self.config, self.policy, now)
+    def _has_reserved_slot(self, adapter: Adapter) -> bool:
+        return self.config.pools.has_reserved(adapter.pool, (a.pool for a in self._in_slot.values()))
+
+    def _promote_to_slot(self, adapter: Adapter, since: float, now: float) -> bool:
+        room = room_in_slots(adapter, self._view(now))
         for suspect in room.touch:
-            self._touch(suspect)
-        if not room.ready:
-            if not room.touch and now - since >= self.config.max_wait_s:
-                self._drain_one(now)
-            return
-        for victim in room.evict:
-            self._leave_slot(victim, Reason.BIND, now)
-        self._enter_slot(adapter, now)
+            self._touch(suspect, now)
+        if room.ready:
+            for victim in room.evict:
+                self._leave_slot(victim, Reason.BIND, now)
+            self._enter_slot(adapter, now)
+        elif not room.touch and now - since >= self.config.max_wait_s:
+            self._drain_one(adapter, now)
+        return room.ready
 
-    def _drain_one(self, now: float) -> None:
+    def _drain_one(self, waiter: Adapter, now: float) -> None:
         if any(a.draining for a in self._in_slot.values()):
             return
-        victim = self.policy.victim(a for a in self._in_slot.values() if not a.pinned and a.moving is None)
+        pools, used = self.config.pools, [a.pool for a in self._in_slot.values()]
+        victim = self.policy.victim(
+            a
+            for a in self._in_slot.values()
+            if not a.pinned and a.moving is None and pools.yields(a.pool, waiter.pool, used)
+        )
         if victim is not None:
             victim.draining = True
-            victim.tell(now, "drains: another adapter waited long enough")
+            victim.tell(now, f"drains: {waiter.name} waited long enough")
 
     def _stop_draining(self, now: float) -> None:
         for adapter in [a for a in self._in_slot.values() if a.draining]:
@@ -256,12 +313,13 @@ class SlotMachine(WorkingSet):
                 self._effects.append(Reap(lease.id, lease.adapter))
             else:
                 why = f"no slot within {now - lease.acquired_at:.1f} s"
-                self._effects.append(Refuse(lease.id, lease.adapter, Reason.DEADLINE, why))
+                eta_s = self._eta_s(self.adapters[lease.adapter])
+                self._effects.append(Refuse(lease.id, lease.adapter, Reason.DEADLINE, why, eta_s))
             self._released(lease, now)
         if self._tick_due is not None and now >= self._tick_due:
             self._tick_due = None
             self._evict_idle(now)
-            self._refresh_pins(now)
+            self._refresh(now)
 
     def _evict_idle(self, now: float) -> None:
         for adapter in [a for a in self._in_slot.values() if not a.held]:
@@ -275,60 +333,18 @@ class SlotMachine(WorkingSet):
                 return
             self._leave_slot(victim, Reason.WATERMARK, now)
 
-    def _refresh_pins(self, now: float) -> None:
-        for adapter in self._in_slot.values():
-            fresh_until = max(adapter.done_at, adapter.touched_at) + self.config.refresh_s
-            if adapter.pinned and not adapter.leases and adapter.moving is None and now >= fresh_until:
-                self._touch(adapter)
+    def _refresh(self, now: float) -> None:
+        """Touch pinned adapters before they grow old, and the one adapter that was seen in the engine longest ago."""
+        still = [a for a in self._in_slot.values() if a.moving is None and not a.touching]
+        for adapter in still:
+            if adapter.pinned and not adapter.leases and now >= adapter.seen_at + self.config.refresh_s:
+                self._touch(adapter, now)
+        oldest = min(still, key=lambda a: a.seen_at, default=None)
+        if oldest is not None and now >= oldest.seen_at + self.config.verify_s:
+            self._touch(oldest, now)
 
     def _arm(self, now: float) -> None:
         if not self._in_slot and not self._wanted:
             self._tick_due = None
         elif self._tick_due is None:
             self._tick_due = now + self.config.tick_s
-
-    # --- operators and the registry
-
-    def _pinned(self, adapter: Adapter, now: float) -> None:
-        pins = [a for a in self.adapters.values() if a.pinned and a is not adapter]
-        if len(pins) + 1 > self.config.num_slots:
-            raise EventRefused(f"all {self.config.num_slots} slots would be pinned")
-        pages = sum(a.pages for a in pins) + adapter.pages
-        if pages > self.config.cache_pages:
-            raise EventRefused(f"pins would take {pages} pages, the engine's cache has {self.config.cache_pages}")
-        if self._too_large(adapter):
-            raise EventRefused(self._too_large(adapter))
-        adapter.pinned = True
-        adapter.tell(now, "pinned")
-        if adapter.tier is not Tier.SLOT:
-            self._want(adapter, now)
-
-    def _unpinned(self, adapter: Adapter, now: float) -> None:
-        adapter.pinned = False
-        adapter.tell(now, "unpinned")
-        self._unwant(adapter)
-
-    def _evict_asked(self, adapter: Adapter, now: float) -> None:
-        if adapter.tier is not Tier.SLOT:
-            raise EventRefused(f"{adapter.name} is not in a slot")
-        if adapter.held:
-            raise EventRefused(f"{adapter.name} is held: {adapter.holders}")
-        self._leave_slot(adapter, Reason.OPERATOR, now)
-
-    def _added(self, event: Added, now: float) -> None:
-        known = self.adapters.get(event.adapter)
-        if known is not None:
-            known.removed, known.name = False, event.name
-            return
-        other = self._by_task.get(event.task_id)
-        if other is not None:
-            raise EventRefused(f"task id {event.task_id} of {event.name} belongs to {other.name} ({other.digest[:12]})")
-        adapter = Adapter(event.adapter, event.name, event.task_id, event.pages, event.num_bytes, last_used=now)
-        self.adapters[event.adapter] = adapter
-        self._by_task[event.task_id] = adapter
-
-    def _removed(self, adapter: Adapter, now: float) -> None:
-        adapter.removed, adapter.pinned = True, False
-        adapter.tell(now, "removed from the registry")
-        self._refuse_all(adapter, Reason.REMOVED, f"{adapter.name} was removed")
-        self._forget_if_removed(adapter, now)

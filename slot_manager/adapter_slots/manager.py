@@ -13,28 +13,27 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
 
-from adapter_slots.disk import DiskTier
+from adapter_slots import warm_set
+from adapter_slots.catalog import Catalog
 from adapter_slots.errors import (
-    AdapterFailed,
-    AdapterRejected,
     BadRequest,
+    BundleGone,
     Draining,
     EngineFull,
     EngineMiss,
     EventRefused,
-    LeaseRunning,
-    NoRoom,
     SlotError,
     TierError,
-    UnknownAdapter,
 )
 from adapter_slots.events import (
     Acquired,
     Added,
+    Drained,
     Effect,
     Event,
     Evict,
@@ -46,7 +45,6 @@ from adapter_slots.events import (
     Promoted,
     PromoteFailed,
     Reap,
-    Reason,
     Refuse,
     Released,
     Removed,
@@ -55,13 +53,16 @@ from adapter_slots.events import (
     Touch,
     Touched,
     Unpinned,
+    Warmed,
 )
 from adapter_slots.machine import SlotMachine
 from adapter_slots.metrics import Metrics, deliver
 from adapter_slots.mover import Mover
-from adapter_slots.ports import Clock, Engine, MetricSink
+from adapter_slots.ports import Clock, MetricSink
+from adapter_slots.refusals import refused_event, refused_lease
 from adapter_slots.registry import Entry, Registry
-from adapter_slots.status import status_of
+from adapter_slots.status import explain, status_of
+from adapter_slots.warm_set import WarmSet
 
 log = structlog.get_logger("adapter_slots")
 
@@ -81,21 +82,26 @@ class SlotManager:
         self,
         machine: SlotMachine,
         registry: Registry,
-        disk: DiskTier,
-        engine: Engine,
+        mover: Mover,
         *,
         metrics: MetricSink | None = None,
+        state_file: Path | None = None,
+        remember_s: float = 5.0,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`state_file` keeps the warm set over restarts; refused names are remembered for `remember_s`."""
         self._machine = machine
         self._registry = registry
-        self._mover = Mover(disk, engine)
+        self._mover = mover
+        self._catalog = Catalog(registry, mover.know, forget_s=remember_s, clock=clock)
         self._sink = metrics
+        self._state_file = state_file
+        self._saved = WarmSet()
+        self._restoring = state_file is not None
         self._clock = clock
         self._metrics = Metrics()
         self._lock = threading.Lock()
         self._owners: dict[str, Owner] = {}
-        self._added: set[str] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="adapter-slots", daemon=True)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,6 +114,8 @@ class SlotManager:
         """Start the event loop's thread."""
         self._thread.start()
         self._loop.call_soon_threadsafe(self._housekeeping)
+        if self._restoring:
+            self._spawn(self._restore())
 
     def close(self) -> None:
         """Refuse what waits, stop moves, free shared memory; returns when the loop has ended."""
@@ -124,15 +132,17 @@ class SlotManager:
 
     # --- leases
 
-    def acquire(self, name: str, lease: str, owner: Owner, *, wait_s: float, hold_s: float) -> None:
+    def acquire(self, name: str, lease: str, owner: Owner, *, wait_s: float, hold_s: float, waits: bool = True) -> None:
         """Ask for an adapter by name. `owner` hears of it once; a resident adapter is granted before this returns.
+
+        With `waits` false a cold adapter is refused at once (AdapterCold) and warmed meanwhile.
 
         Raises:
             SlotError: unknown adapter, a bundle that does not fit, a lease id that is running, a closing manager.
         """
-        digest = self._known(self._registry.resolve(name))
+        digest = self._known(self._catalog.resolve(name))
         now = self._clock()
-        self._post(Acquired(digest, lease, now + wait_s, hold_s), owner=(lease, owner))
+        self._post(Acquired(digest, lease, now + wait_s, hold_s, waits), owner=(lease, owner))
 
     def release(self, lease: str) -> bool:
         """A lease ended, or is given up. False if it was not running (it may have been reaped)."""
@@ -143,34 +153,49 @@ class SlotManager:
         return True
 
     def missed(self, name: str) -> None:
-        """A request learnt that the engine had forgotten the adapter."""
-        self._post(Missed(self._known(self._registry.resolve(name))))
+        """A request learnt that the engine had forgotten the adapter. Raises SlotError."""
+        self._post(Missed(self._known(self._catalog.resolve(name))))
 
     def name_of_task(self, task_id: int) -> str:
         """Adapter name of a task id, for clients that speak ids. Raises UnknownAdapter."""
-        for entry in self._registry.entries.values():
-            if self._mover.task_id(entry) == task_id:
-                return entry.name
-        raise UnknownAdapter(f"no adapter has task id {task_id}")
+        return self._catalog.name_of_task(task_id)
 
     # --- operators
 
     def pin(self, name: str) -> None:
         """Hold an adapter in a slot until `unpin`. Raises SlotError."""
-        self._post(Pinned(self._known(self._registry.resolve(name))))
+        self._post(Pinned(self._known(self._catalog.resolve(name))))
 
     def unpin(self, name: str) -> None:
         """End a pin. Raises SlotError."""
-        self._post(Unpinned(self._known(self._registry.resolve(name))))
+        self._post(Unpinned(self._known(self._catalog.resolve(name))))
 
     def evict(self, name: str) -> None:
         """Take an adapter out of its slot. Raises SlotError if it is held or not in a slot."""
-        self._post(EvictAsked(self._known(self._registry.resolve(name))))
+        self._post(EvictAsked(self._known(self._catalog.resolve(name))))
+
+    def warm(self, name: str) -> None:
+        """Bring an adapter into a slot once, without waiting for it. Raises SlotError."""
+        self._post(Warmed(self._known(self._catalog.resolve(name))))
+
+    def drain(self, on: bool = True) -> None:
+        """Grant nothing new (on), or again (off); running leases end in peace."""
+        self._post(Drained(on))
 
     def status(self) -> dict[str, Any]:
         """What is where, as plain data."""
         with self._lock:
-            return status_of(self._machine, self._registry, self._clock())
+            return {**status_of(self._machine, self._registry, self._clock()), "restoring": self._restoring}
+
+    def explain(self, name: str) -> dict[str, Any]:
+        """Everything known of one adapter. Raises UnknownAdapter."""
+        entry, verdict = self._registry.resolve(name), "fits the engine"
+        try:
+            self._known(entry)
+        except SlotError as error:
+            verdict = str(error)
+        with self._lock:
+            return explain(self._machine, entry, verdict, self._clock())
 
     # --- events
 
@@ -182,7 +207,7 @@ class SlotManager:
             try:
                 effects = self._machine.handle(event, self._clock())
             except EventRefused as refusal:
-                raise _refused(event, refusal) from None
+                raise refused_event(event, refusal) from None
             if owner is not None:
                 self._owners[owner[0]] = owner[1]
             elif isinstance(event, Released):
@@ -195,23 +220,26 @@ class SlotManager:
             if isinstance(effect, Grant):
                 someone.granted(effect)
             else:
-                someone.refused(_refusal(effect, self._name(effect.adapter)))
+                someone.refused(refused_lease(effect, self._machine.adapters.get(effect.adapter)))
 
     def _carry_out(self, effect: Effect, told: list[tuple[Owner, Grant | Refuse]]) -> None:
         match effect:
             case Grant(lease=lease):
                 told.append((self._owners[lease], effect))
+                if effect.found_in is not Tier.SLOT:
+                    self._log(log.info, "granted", effect.adapter, lease=lease, waited_s=round(effect.waited_s, 4))
             case Refuse(lease=lease):
                 told.append((self._owners.pop(lease), effect))
+                self._log(log.warning, "refused", effect.adapter, lease=lease, why=effect.why)
             case Reap(lease=lease, adapter=adapter):
                 self._owners.pop(lease, None)
-                log.warning("lease reaped", lease=lease, adapter=self._name(adapter), digest=adapter)
+                self._log(log.warning, "lease reaped", adapter, lease=lease)
             case Promote(adapter=adapter, tier=tier):
                 self._spawn(self._promote(adapter, tier))
             case Touch(adapter=adapter):
                 self._spawn(self._touch(adapter))
             case Evict(adapter=adapter, tier=tier, reason=reason):
-                log.info("evicted", adapter=self._name(adapter), digest=adapter, tier=tier.name, reason=reason.value)
+                self._log(log.info, "evicted", adapter, tier=tier.name, reason=reason.value)
                 if tier is Tier.HOST:
                     self._spawn(self._mover.leave_host(adapter))
 
@@ -226,34 +254,60 @@ class SlotManager:
     # --- effects
 
     async def _promote(self, digest: str, tier: Tier) -> None:
-        started = self._clock()
-        try:
-            await (self._mover.to_host(digest) if tier is Tier.HOST else self._mover.to_slot(digest))
-            event: Event = Promoted(digest, tier)
-        except TierError as error:
-            lost = isinstance(error, EngineFull) and error.lost_idle
-            event = PromoteFailed(digest, tier, str(error), transient=error.transient, engine_lost_idle=lost)
-        except Exception as error:  # noqa: BLE001 - rule 6: every move ends in exactly one event
-            event = PromoteFailed(digest, tier, f"{type(error).__name__}: {error}")
-        seconds = self._clock() - started
+        began = self._clock()
+        event = await self._move(digest, tier)
+        seconds = self._clock() - began
         with self._lock:
             self._metrics.promoted(tier, seconds)
-        fields = {"adapter": self._name(digest), "digest": digest, "tier": tier.name, "seconds": round(seconds, 4)}
         if isinstance(event, PromoteFailed):
-            log.error("promotion failed", why=event.why, **fields)
+            self._log(log.error, "promotion failed", digest, tier=tier.name, seconds=round(seconds, 4), why=event.why)
         else:
-            log.info("promoted", **fields)
+            self._log(log.info, "promoted", digest, tier=tier.name, seconds=round(seconds, 4))
         self._post_quietly(event)
 
+    async def _move(self, digest: str, tier: Tier) -> Promoted | PromoteFailed:
+        try:
+            if tier is Tier.DISK:
+                facts = await self._mover.to_disk(digest)
+                self._catalog.learnt(digest, facts.task_id)
+                return Promoted(digest, tier, facts)
+            await (self._mover.to_host(digest) if tier is Tier.HOST else self._mover.to_slot(digest))
+            return Promoted(digest, tier)
+        except TierError as error:
+            lost = isinstance(error, EngineFull) and error.lost_idle
+            gone = isinstance(error, BundleGone)
+            return PromoteFailed(digest, tier, str(error), error.transient, gone, engine_lost_idle=lost)
+        except Exception as error:  # noqa: BLE001 - rule 6: every move ends in exactly one event
+            return PromoteFailed(digest, tier, f"{type(error).__name__}: {error}")
+
     async def _touch(self, digest: str) -> None:
-        missed = False
         try:
             await self._mover.touch(digest)
+            event = Touched(digest)
         except EngineMiss:
-            missed = True
+            event = Touched(digest, missed=True)
         except Exception as error:  # noqa: BLE001 - rule 6; what is wrong with the engine shows at the next bind
-            log.warning("touch failed", adapter=self._name(digest), digest=digest, why=str(error))
-        self._post_quietly(Touched(digest, missed=missed))
+            event = Touched(digest, failed=True)
+            self._log(log.warning, "touch failed", digest, why=str(error))
+        self._post_quietly(event)
+
+    async def _restore(self) -> None:
+        """Bring back what was in slots before the restart, as soon as the engine answers."""
+        saved = await asyncio.to_thread(warm_set.load, self._state_file) if self._state_file else WarmSet()
+        while not await self._mover.engine_ready():
+            await asyncio.sleep(0.1)
+        for name in saved.pinned:
+            self._try(self.pin, name)
+        for name in saved.recent[: self._machine.config.num_slots]:
+            self._try(self.warm, name)
+        self._restoring = False
+        log.info("warm set restored", pinned=list(saved.pinned), recent=list(saved.recent))
+
+    def _try(self, do: Callable[[str], None], name: str) -> None:
+        try:
+            do(name)
+        except SlotError as error:
+            log.warning("not restored", adapter=name, why=str(error))
 
     # --- time
 
@@ -279,9 +333,11 @@ class SlotManager:
         """Once a tick, whatever the machine does: registry, metrics."""
         was_broken = self._registry.problem
         if self._registry.refresh():
-            self._forget_old_versions()
+            for digest in self._catalog.changed():
+                self._post_quietly(Removed(digest))
         if self._registry.problem and self._registry.problem != was_broken:
             log.error("registry broken, the last good one stays", why=self._registry.problem)
+        self._save_warm_set()
         if self._sink is not None:
             with self._lock:
                 self._metrics.measure(self._machine)
@@ -290,20 +346,27 @@ class SlotManager:
         if not self._closing:
             self._loop.call_later(self._machine.config.tick_s, self._housekeeping)
 
+    def _save_warm_set(self) -> None:
+        if self._state_file is None or self._restoring:
+            return
+        with self._lock:
+            warm = WarmSet.of(self._machine.adapters.values())
+        if warm != self._saved:
+            self._saved = warm
+            self._loop.run_in_executor(None, warm_set.save, self._state_file, warm)
+
     # --- small things
 
     def _known(self, entry: Entry) -> str:
-        """Digest of an entry, made known to the machine on first use."""
-        if entry.digest not in self._added:
-            self._post(self._mover.open(entry))
-            self._added.add(entry.digest)
+        """Digest of an entry, made known to the machine on first use. Raises AdapterRejected."""
+        new, facts = self._catalog.first_use(entry)
+        if new:
+            self._post(Added(entry.digest, entry.name, facts, entry.pool))
+            self._catalog.told(entry.digest)
         return entry.digest
 
-    def _forget_old_versions(self) -> None:
-        current = {entry.digest for entry in self._registry.entries.values()}
-        for digest in self._added - current:
-            self._added.discard(digest)
-            self._post_quietly(Removed(digest))
+    def _log(self, write: Callable[..., Any], what: str, digest: str, **fields: Any) -> None:
+        write(what, adapter=self._name(digest), digest=digest, **fields)
 
     def _name(self, digest: str) -> str:
         adapter = self._machine.adapters.get(digest)
@@ -326,22 +389,3 @@ class SlotManager:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._mover.close()
-
-
-def _refused(event: Event, refusal: EventRefused) -> SlotError:
-    match event:
-        case Acquired():
-            return LeaseRunning(str(refusal))
-        case Added(name=name):
-            return AdapterRejected(f"adapter {name!r}: {refusal}", adapter=name)
-        case _:
-            return BadRequest(str(refusal))
-
-
-def _refusal(effect: Refuse, name: str) -> SlotError:
-    text = f"adapter {name!r}: {effect.why}"
-    if effect.reason in (Reason.DEADLINE, Reason.TOO_LARGE):
-        return NoRoom(text, adapter=name)
-    if effect.reason is Reason.REMOVED:
-        return UnknownAdapter(text, adapter=name)
-    return AdapterFailed(text, adapter=name)

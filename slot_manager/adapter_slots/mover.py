@@ -1,61 +1,104 @@
-"""Carries adapters between tiers: the I/O behind Promote, Touch and Evict. Coroutines of the manager's event loop."""
+"""Carries adapters between tiers: the I/O behind Promote, Touch and Evict. Coroutines of the manager's event loop.
+
+Blocking work runs in threads; each hop has its own time limit, and a hop that is cancelled or out of time tells its
+thread to stop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
 from adapter_slots import host
 from adapter_slots.disk import DiskTier
-from adapter_slots.errors import TierError
-from adapter_slots.events import Added
+from adapter_slots.errors import AdapterRejected, BundleGone, MoveRejected, StoreUnavailable, TierError
+from adapter_slots.events import Facts
 from adapter_slots.host import Region
 from adapter_slots.ports import Engine
 from adapter_slots.registry import Entry
+from adapter_slots.store import ADAPTER_CONFIG, Stores, Transfer
 from trtllm_lora import Bundle
 
 log = structlog.get_logger("adapter_slots")
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds a hop may take."""
+
+    to_disk_s: float = 120.0
+    to_host_s: float = 30.0
+
+
 class Mover:
     """Knows the open bundles and the shared-memory regions of one manager."""
 
-    def __init__(self, disk: DiskTier, engine: Engine) -> None:
+    def __init__(self, disk: DiskTier, engine: Engine, stores: Stores, limits: Limits) -> None:
         self._disk = disk
         self._engine = engine
+        self._stores = stores
+        self._limits = limits
+        self._entries: dict[str, Entry] = {}
         self._bundles: dict[str, Bundle] = {}
         self._regions: dict[str, Region] = {}
         self._count = 0
 
-    def open(self, entry: Entry) -> Added:
-        """Open an entry's bundle and say what the machine must know of it. Raises AdapterRejected."""
-        bundle = self._disk.open(entry)
-        self._bundles[entry.digest] = bundle
-        return Added(entry.digest, entry.name, bundle.task_id, self._disk.pages(bundle), host.region_bytes(bundle))
+    def know(self, entry: Entry) -> Facts | None:
+        """Take an entry in; its facts if its bundle is on this machine already.
 
-    def task_id(self, entry: Entry) -> int:
-        """Task id of an entry, read from its bundle if it is not open yet. Raises AdapterRejected."""
-        bundle = self._bundles.get(entry.digest) or self._disk.open(entry)
-        return bundle.task_id
+        Raises:
+            AdapterRejected: the bundle is here and does not fit the engine, or is broken.
+        """
+        self._entries[entry.digest] = entry
+        if not self._disk.has(entry.digest) and (entry.is_remote or (Path(entry.path) / ADAPTER_CONFIG).is_file()):
+            return None
+        return self._open(entry)
+
+    async def to_disk(self, digest: str) -> Facts:
+        """REMOTE -> DISK: fetch, check every byte, convert a raw adapter. Raises TierError."""
+        entry = self._entries[digest]
+        transfer = Transfer()
+        work = asyncio.to_thread(self._disk.add, digest, self._stores.source(entry.path), transfer)
+        try:
+            async with asyncio.timeout(self._limits.to_disk_s):
+                await work
+            return await asyncio.to_thread(self._open, entry)
+        except TimeoutError:
+            raise StoreUnavailable(f"{entry.path}: not here within {self._limits.to_disk_s} s") from None
+        except AdapterRejected as error:
+            raise MoveRejected(str(error)) from None
+        finally:
+            transfer.cancelled.set()
 
     async def to_host(self, digest: str) -> None:
         """DISK -> HOST: verify the bundle once, copy it into shared memory, let Triton map it. Raises TierError."""
-        bundle = self._bundles[digest]
+        entry, bundle = self._entries[digest], self._bundles[digest]
+        if not bundle.path.is_dir():
+            raise BundleGone(f"{entry.name}: its bundle left the disk")
         self._count += 1
         name = f"lora-slots-{os.getpid()}-{self._count}-{digest[:12]}"
-        await asyncio.to_thread(self._disk.verify, bundle)
-        region = await asyncio.to_thread(host.load, bundle, name)
         try:
-            await self._engine.register(region)
-        finally:
-            host.forget_name(region)
+            async with asyncio.timeout(self._limits.to_host_s):
+                region = await asyncio.to_thread(self._load, digest, bundle, name)
+                try:
+                    await self._engine.register(region)
+                finally:
+                    host.forget_name(region)
+        except TimeoutError:
+            raise TierError(f"{entry.name}: not in shared memory within {self._limits.to_host_s} s") from None
         self._regions[digest] = region
 
     async def to_slot(self, digest: str) -> None:
         """HOST -> SLOT: bind. Raises TierError."""
         await self._engine.bind(self._bundles[digest].task_id, self._regions[digest])
+
+    async def engine_ready(self) -> bool:
+        """Whether the engine takes requests."""
+        return await self._engine.ready()
 
     async def touch(self, digest: str) -> None:
         """One token under the adapter's task id. Raises EngineMiss or another TierError."""
@@ -70,7 +113,18 @@ class Mover:
             log.warning("shared memory stays mapped", region=region.name, why=str(error))
 
     async def close(self) -> None:
-        """Unmap everything and close the connection."""
+        """Unmap everything and close the connections."""
         for digest in list(self._regions):
             await self.leave_host(digest)
         await self._engine.close()
+        await asyncio.to_thread(self._stores.close)
+
+    def _open(self, entry: Entry) -> Facts:
+        bundle = self._disk.open(entry)
+        self._bundles[entry.digest] = bundle
+        return Facts(bundle.task_id, self._disk.pages(bundle), host.region_bytes(bundle))
+
+    def _load(self, digest: str, bundle: Bundle, name: str) -> Region:
+        with self._disk.in_use(digest):
+            self._disk.verify(bundle)
+            return host.load(bundle, name)

@@ -14,6 +14,9 @@ Clock = Callable[[], float]
 class Engine(Protocol):
     """The engine behind `tensorrt_llm` (engine.py)."""
 
+    async def ready(self) -> bool:
+        """Whether the engine takes requests. Never raises."""
+
     async def register(self, region: Region) -> None:
         """Let the engine's server map a region."""
 

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from adapter_slots.events import Tier
+from adapter_slots.pools import NO_POOLS, Pools
 
 STORY_LENGTH = 24
 
@@ -20,6 +21,8 @@ class MachineConfig:
     """Pages of the engine's LoRA cache: the smaller of host and device, over all ranks."""
     host_bytes: int
     """Bytes of adapters in HOST at most."""
+    pools: Pools = NO_POOLS
+    """Slots reserved for groups of adapters."""
     idle_s: float = 300.0
     """Evict from SLOT what nobody leased for this long."""
     low_watermark: int | None = None
@@ -28,13 +31,17 @@ class MachineConfig:
     """The watermark leaves alone what was used more recently than this."""
     max_wait_s: float = 5.0
     """An adapter that waited this long makes another one drain."""
+    min_residency_s: float = 0.5
+    """An adapter stays in its slot this long before another may have it: bounds the swap rate."""
     tick_s: float = 1.0
     refresh_s: float = 60.0
     """Touch an idle pinned adapter this often, so that the engine keeps it fresh."""
+    verify_s: float = 5.0
+    """On a tick, touch the adapter the engine was seen to hold longest ago, if that is this long."""
     report_margin_s: float = 0.25
     """How late, at most, an end report is believed to arrive here, and a granted request at the engine."""
     max_host_moves: int = 4
-    """Promotions to HOST that run at one time."""
+    """Promotions to DISK and HOST that run at one time."""
     backoff_s: float = 1.0
     max_backoff_s: float = 60.0
 
@@ -55,6 +62,7 @@ class MachineConfig:
             )
             if value < least
         ]
+        wrong += self.pools.problems(self.num_slots)
         if wrong:
             raise ValueError("; ".join(wrong))
 
@@ -65,13 +73,17 @@ class Adapter:
 
     digest: str
     name: str
-    task_id: int
-    pages: int
-    num_bytes: int
-    tier: Tier = Tier.DISK
+    pool: str | None = None
+    task_id: int = 0
+    """0 until its facts are known (not before it was on DISK)."""
+    pages: int = 0
+    num_bytes: int = 0
+    tier: Tier = Tier.REMOTE
     moving: Tier | None = None
     """The tier it is being promoted to."""
     pinned: bool = False
+    warming: bool = False
+    """Wanted in a slot once."""
     touching: bool = False
     draining: bool = False
     """Takes no new lease: it leaves its slot for one that waited too long."""
@@ -80,13 +92,25 @@ class Adapter:
     waiting: dict[str, None] = field(default_factory=dict)
     """Leases that wait, in order of arrival."""
     last_used: float = 0.0
+    uses: int = 0
+    """Leases granted."""
+    priority: float = 0.0
+    """The policy's own note."""
+    bound_at: float = 0.0
+    move_began: float = 0.0
+    move_s: dict[Tier, float] = field(default_factory=dict)
+    """Seconds of its last promotion to each tier."""
     leased_since: float = 0.0
     """When it last went from no running lease to one."""
     done_at: float = 0.0
     """When its last request in the engine ended."""
+    touch_began: float = 0.0
     touched_at: float = -1.0
+    """When its last good touch began: the engine saw it after that."""
     retry_at: float = 0.0
     """No promotion before this time: back-off after a failure."""
+    retries: bool = False
+    """The last failure was transient: leases wait while it is tried again."""
     failures: int = 0
     failure: str = ""
     story: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
@@ -99,8 +123,18 @@ class Adapter:
             or self.pinned
             or self.moving is not None
             or self.touching
-            or (self.waiting and not self.draining)
+            or ((self.waiting or self.warming) and not self.draining)
         )
+
+    @property
+    def seen_at(self) -> float:
+        """When the engine was last known to hold it."""
+        return max(self.done_at, self.touched_at, self.leased_since)
+
+    @property
+    def rebind_s(self) -> float:
+        """Seconds its last promotions took, all tiers together."""
+        return sum(self.move_s.values())
 
     @property
     def holders(self) -> str:
@@ -108,6 +142,7 @@ class Adapter:
         words = [f"{len(self.leases)} leases"] if self.leases else []
         words += [f"{len(self.waiting)} waiting"] if self.waiting else []
         words += ["pinned"] if self.pinned else []
+        words += ["being warmed"] if self.warming else []
         words += [f"moving to {self.moving.name}"] if self.moving is not None else []
         return ", ".join(words + (["being touched"] if self.touching else []))
 

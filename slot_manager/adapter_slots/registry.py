@@ -1,12 +1,15 @@
-"""Names -> bundles: `adapters.yaml`, re-read when it changes; the last good one stays when it breaks.
+"""Names -> adapters: `adapters.yaml`, re-read when it changes; the last good one stays when it breaks.
 
 schema: 1
+pools:                             # optional: slots reserved for groups, and caps
+  gold: {reserved: 2, cap: 4}
 adapters:
   pirate:
-    versions:                    # the last one is current; a version is never changed in place
+    pool: gold                     # optional
+    versions:                      # the last one is current; a version is never changed in place
       - version: 1
-        digest: 5f0c…            # the bundle's digest
-        path: bundles/5f0c…      # bundle directory, relative to this file
+        digest: 5f0c…              # the bundle's digest; of a raw PEFT adapter its source digest
+        path: bundles/5f0c…        # a directory relative to this file, or s3://bucket/prefix
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import yaml
 
 from adapter_slots.errors import RegistryError, UnknownAdapter
+from adapter_slots.pools import Pool, Pools
 from trtllm_lora import Bundle
 
 SCHEMA = 1
@@ -35,7 +39,20 @@ class Entry:
     name: str
     version: int
     digest: str
-    path: Path
+    path: str
+    """A directory, or a URL."""
+    pool: str | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it has to be brought to this machine first."""
+        return "://" in self.path
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    entries: Mapping[str, Entry]
+    pools: Pools
 
 
 class Registry:
@@ -50,7 +67,7 @@ class Registry:
         self.problem: str | None = None
         """Why the file as it is now is not in use; None when it is."""
         self._stamp: tuple[int, int, int] | None = None
-        self._entries: Mapping[str, Entry] = {}
+        self._content = _Content({}, Pools())
         self.refresh()
         if self.problem:
             raise RegistryError(self.problem)
@@ -58,7 +75,12 @@ class Registry:
     @property
     def entries(self) -> Mapping[str, Entry]:
         """Name -> entry of the last good file."""
-        return self._entries
+        return self._content.entries
+
+    @property
+    def pools(self) -> Pools:
+        """The pools of the last good file (a change of them takes effect at the next start)."""
+        return self._content.pools
 
     def refresh(self) -> bool:
         """Re-read the file if it changed; True if the adapters may have changed. Never raises: see `problem`."""
@@ -68,12 +90,12 @@ class Registry:
             if stamp == self._stamp:
                 return False
             self._stamp = stamp
-            entries = _parse(self.file)
+            content = _parse(self.file)
         except (OSError, RegistryError) as error:
             reason = error.strerror if isinstance(error, OSError) else None
             self.problem = f"{self.file}: {reason}" if reason else str(error)
             return False
-        self._entries, self.problem = entries, None
+        self._content, self.problem = content, None
         return True
 
     def resolve(self, name: str) -> Entry:
@@ -82,10 +104,10 @@ class Registry:
         Raises:
             UnknownAdapter: with names that are close.
         """
-        entry = self._entries.get(name)
+        entry = self.entries.get(name)
         if entry is None:
-            near = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.5)
-            hint = f"near names: {', '.join(near)}" if near else f"{len(self._entries)} adapters are known"
+            near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0.5)
+            hint = f"near names: {', '.join(near)}" if near else f"{len(self.entries)} adapters are known"
             raise UnknownAdapter(f"no adapter {name[:80]!r}; {hint}", adapter=name[:80])
         return entry
 
@@ -98,15 +120,22 @@ def publish(file: Path, bundle: Bundle, name: str | None = None) -> Entry:
     Raises:
         RegistryError: the file is broken or cannot be written.
     """
-    name = name or bundle.adapter
+    return publish_at(file, name or bundle.adapter, bundle.digest, os.path.relpath(bundle.path, file.parent))
+
+
+def publish_at(file: Path, name: str, digest: str, path: str) -> Entry:
+    """Make what lies at `path` (a URL, or relative to the file) the current version. Raises RegistryError."""
     document: dict[str, Any] = _load(file) if file.exists() else {"schema": SCHEMA, "adapters": {}}
     versions = document["adapters"].setdefault(name, {}).setdefault("versions", [])
-    if not versions or versions[-1]["digest"] != bundle.digest:
-        path = os.path.relpath(bundle.path, file.parent)
+    if not versions or (versions[-1]["digest"], versions[-1]["path"]) != (digest, path):
         number = max((entry["version"] for entry in versions), default=0) + 1
-        versions.append({"version": number, "digest": bundle.digest, "path": path})
+        versions.append({"version": number, "digest": digest, "path": path})
         _write(file, document)
-    return Entry(name, versions[-1]["version"], bundle.digest, bundle.path)
+    return Entry(name, versions[-1]["version"], digest, _located(file, path), document["adapters"][name].get("pool"))
+
+
+def _located(file: Path, path: str) -> str:
+    return path if "://" in path else str(file.parent / path)
 
 
 def _write(file: Path, document: Mapping[str, Any]) -> None:
@@ -135,35 +164,61 @@ def _load(file: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def _parse(file: Path) -> Mapping[str, Entry]:
+def _parse(file: Path) -> _Content:
+    document = _load(file)
     entries = {}
-    for name, adapter in _load(file)["adapters"].items():
+    for name, adapter in document["adapters"].items():
         last = adapter["versions"][-1]
-        entries[name] = Entry(name, last["version"], last["digest"], file.parent / last["path"])
-    return entries
+        entries[name] = Entry(name, last["version"], last["digest"], _located(file, last["path"]), adapter.get("pool"))
+    pools = {name: Pool(**rights) for name, rights in document.get("pools", {}).items()}
+    return _Content(entries, Pools(pools))
 
 
 def _problems(document: Any) -> Iterator[str]:
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         yield f"'schema: {SCHEMA}' expected at the top"
         return
-    unknown = set(document) - {"schema", "adapters"}
+    unknown = set(document) - {"schema", "adapters", "pools"}
     if unknown:
         yield f"unknown keys {', '.join(sorted(map(str, unknown)))}"
+    pools = document.get("pools", {})
+    if not isinstance(pools, dict):
+        yield "'pools' must be a mapping of names"
+        pools = {}
+    for name, rights in pools.items():
+        if (
+            not isinstance(rights, dict)
+            or set(rights) - {"reserved", "cap"}
+            or not all(_is_count(v) for v in rights.values())
+        ):
+            yield f"pool {name}: 'reserved' and 'cap' are whole numbers, and there is nothing else"
     adapters = document.get("adapters")
     if not isinstance(adapters, dict):
         yield "'adapters' must be a mapping of names"
         return
     for name, adapter in adapters.items():
-        versions = adapter.get("versions") if isinstance(adapter, dict) else None
         if not isinstance(name, str) or not name.strip():
             yield f"adapter name {name!r} is not text"
-        if not isinstance(versions, list) or not versions:
-            yield f"{name}: 'versions' must be a list of at least one"
-            continue
-        for i, version in enumerate(versions):
-            wanted = {"version": int, "digest": str, "path": str}
-            if not isinstance(version, dict) or set(version) != set(wanted):
-                yield f"{name}: versions[{i}] must have exactly {', '.join(wanted)}"
-            elif not all(isinstance(version[key], kind) for key, kind in wanted.items()):
-                yield f"{name}: versions[{i}]: version is a number, digest and path are text"
+        yield from _adapter_problems(str(name), adapter, pools)
+
+
+def _adapter_problems(name: str, adapter: Any, pools: Mapping[str, Any]) -> Iterator[str]:
+    if not isinstance(adapter, dict) or set(adapter) - {"versions", "pool"}:
+        yield f"{name}: 'versions' and perhaps 'pool' expected, nothing else"
+        return
+    if adapter.get("pool") is not None and adapter["pool"] not in pools:
+        yield f"{name}: there is no pool {adapter['pool']!r}"
+    versions = adapter.get("versions")
+    if not isinstance(versions, list) or not versions:
+        yield f"{name}: 'versions' must be a list of at least one"
+        return
+    wanted = {"version": int, "digest": str, "path": str}
+    for i, version in enumerate(versions):
+        if not isinstance(version, dict) or set(version) != set(wanted):
+            yield f"{name}: versions[{i}] must have exactly {', '.join(wanted)}"
+        elif not all(isinstance(version[key], kind) for key, kind in wanted.items()):
+            yield f"{name}: versions[{i}]: version is a number, digest and path are text"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -10,6 +10,8 @@ from adapter_slots.policy import Policy
 from adapter_slots.records import Adapter, MachineConfig
 from trtllm_lora.engine_cache import EngineCache
 
+NEVER = float("-inf")
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -19,6 +21,20 @@ class Room:
     evict: tuple[Adapter, ...] = ()
     touch: tuple[Adapter, ...] = ()
     """Live adapters the engine might drop in place of the evicted ones: touch them, then ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """What a decision about slots may look at."""
+
+    in_slot: Collection[Adapter]
+    mirror: EngineCache
+    by_task: Mapping[int, Adapter]
+    config: MachineConfig
+    policy: Policy
+    now: float
+    unsure_at: float
+    """When a bind last failed: whether the engine evicted for it nobody knows."""
 
 
 def room_in_host(
@@ -36,60 +52,77 @@ def room_in_host(
     return Room(ready=True, evict=tuple(evict))
 
 
-def room_in_slots(
-    adapter: Adapter,
-    in_slot: Collection[Adapter],
-    mirror: EngineCache,
-    by_task: Mapping[int, Adapter],
-    config: MachineConfig,
-    policy: Policy,
-    now: float,
-) -> Room:
+def room_in_slots(adapter: Adapter, view: SlotView) -> Room:
     """A slot and `adapter.pages` in the engine's cache, so that the engine drops none but evicted adapters."""
     evict: list[Adapter] = []
-    live = {id(a): a for a in in_slot}
-    while len(live) >= config.num_slots or _pages(live.values()) + adapter.pages > config.cache_pages:
-        victim = policy.victim(a for a in live.values() if not a.held)
+    live = {id(a): a for a in view.in_slot}
+    while not _fits(adapter, live.values(), view.config):
+        victim = slot_victim(adapter, live.values(), view)
         if victim is None:
             return Room(ready=False)
         evict.append(victim)
         del live[id(victim)]
-    victims = mirror.victims(0 if adapter.task_id in mirror else adapter.pages)
+    victims = view.mirror.victims(0 if adapter.task_id in view.mirror else adapter.pages)
     if victims is None:
         return Room(ready=False)
-    touch = _suspects(victims, live.values(), by_task, config, now)
+    touch = _suspects(victims, live.values(), view)
     if touch:
         # nothing leaves its slot before the room is certain
         return Room(ready=False, touch=touch)
     return Room(ready=True, evict=tuple(evict))
 
 
+def could_fit(adapter: Adapter, live: Collection[Adapter], config: MachineConfig) -> bool:
+    """Whether a slot could ever be had while the pins stay: if not, the adapter must not hold up those behind it."""
+    return _fits(adapter, [a for a in live if a.pinned and a is not adapter], config)
+
+
+def slot_victim(adapter: Adapter, live: Collection[Adapter], view: SlotView) -> Adapter | None:
+    """Whom of the live adapters the policy would evict for `adapter`; None if nobody may go."""
+    pools, used = view.config.pools, [a.pool for a in live]
+    return view.policy.victim(
+        a
+        for a in live
+        if not a.held
+        and view.now - a.bound_at >= view.config.min_residency_s
+        and pools.yields(a.pool, adapter.pool, used)
+    )
+
+
+def _fits(adapter: Adapter, live: Collection[Adapter], config: MachineConfig) -> bool:
+    return (
+        len(live) < config.num_slots
+        and _pages(live) + adapter.pages <= config.cache_pages
+        and config.pools.admits(adapter.pool, (a.pool for a in live), config.num_slots)
+    )
+
+
 def _pages(adapters: Collection[Adapter]) -> int:
     return sum(a.pages for a in adapters)
 
 
-def _suspects(
-    victims: tuple[int, ...],
-    live: Collection[Adapter],
-    by_task: Mapping[int, Adapter],
-    config: MachineConfig,
-    now: float,
-) -> tuple[Adapter, ...]:
+def _suspects(victims: tuple[int, ...], live: Collection[Adapter], view: SlotView) -> tuple[Adapter, ...]:
     """Live adapters whom the engine might drop instead.
 
     What we know of the engine is old by `report_margin_s`: end reports arrive late and may swap places, so an
     adapter that finished that little after the last victim counts as older than it; and a request granted that
-    recently may not have reached the engine yet, which still calls its adapter done. A touch settles both.
+    recently may not have reached the engine yet, which still calls its adapter done. A touch that began after the
+    last victim's end was reported settles both. After a failed bind the mirror may be wrong about who is there at
+    all; with every live adapter touched, whoever else is there is older, and goes first.
     """
-    if not victims:
-        return ()
+    margin = view.config.report_margin_s
     live_tasks = {a.task_id for a in live}
-    retired = [by_task[task].done_at for task in victims if task in by_task and task not in live_tasks]
-    horizon = max(retired, default=0.0) + config.report_margin_s
+    retired = [view.by_task[task].done_at for task in victims if task in view.by_task and task not in live_tasks]
+    newest = max(retired, default=NEVER)
     return tuple(
         a
         for a in live
         if a.moving is None
-        and (not a.leases or now - a.leased_since < config.report_margin_s)
-        and (a.touching or a.task_id in victims or (a.done_at <= horizon and a.touched_at < a.done_at))
+        and (not a.leases or view.now - a.leased_since < margin)
+        and (
+            (a.touching and bool(victims))
+            or a.task_id in victims
+            or (a.done_at <= newest + margin and a.touched_at < newest)
+            or (a.done_at <= view.unsure_at + margin and a.touched_at < view.unsure_at)
+        )
     )

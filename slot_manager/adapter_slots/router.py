@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from adapter_slots.errors import BadRequest, SlotError
+from adapter_slots.errors import AdapterCold, BadRequest, SlotError
 from adapter_slots.events import Grant
 from adapter_slots.manager import Owner, SlotManager
 from adapter_slots.ports import Clock
@@ -22,6 +22,7 @@ FIRST_TOKEN_S = 30.0
 ANONYMOUS_MARGIN_S = 2.0
 GUESSED_TOKEN_S = 0.1
 
+OPERATIONS = ("status", "explain", "lease", "end", "missed", "warm", "pin", "unpin", "evict", "drain")
 Reply = Callable[[Mapping[str, Any]], None]
 Fail = Callable[[SlotError], None]
 
@@ -35,6 +36,8 @@ class Incoming(Protocol):
     task_id: int | None
     has_weights: bool
     max_tokens: int
+    cold: str
+    """Policy for a cold adapter: "" (the router's), "wait" or "fail"."""
 
     def forward(self, task_id: int | None, *, report_end: bool) -> None:
         """Send the request on, under a task id or (None) to the base model."""
@@ -46,9 +49,12 @@ class Incoming(Protocol):
 class Router:
     """Routes requests through one slot manager. Thread-safe as the manager is."""
 
-    def __init__(self, manager: SlotManager, *, wait_s: float, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, manager: SlotManager, *, wait_s: float, cold: str = "wait", clock: Clock = time.monotonic
+    ) -> None:
         self._manager = manager
         self._wait_s = wait_s
+        self._cold = cold
         self._clock = clock
         self._token_s = GUESSED_TOKEN_S
         self._granted_at: dict[str, float] = {}
@@ -63,27 +69,44 @@ class Router:
                 return
             lease = incoming.request_id or f"anonymous-{next(self._numbers)}"
             owner = Owner(lambda grant: self._granted(incoming, grant), incoming.fail)
-            self._manager.acquire(name, lease, owner, wait_s=self._wait_s, hold_s=self._hold_s(incoming))
+            self._manager.acquire(
+                name,
+                lease,
+                owner,
+                wait_s=self._wait_s,
+                hold_s=self._hold_s(incoming.max_tokens, reported=bool(incoming.request_id)),
+                waits=self._waits(incoming.cold),
+            )
         except SlotError as error:
             incoming.fail(error)
 
     def operate(self, op: str, arguments: str, reply: Reply, fail: Fail) -> None:
-        """Carry out an operation: status, warm, pin, unpin, evict, end. Answers once, perhaps from another thread."""
+        """Carry out an operation (see OPERATIONS). Answers once, perhaps from another thread."""
         try:
             values = _arguments(arguments)
             match op:
                 case "status":
                     reply(self._manager.status())
+                case "explain":
+                    reply(self._manager.explain(_text(values, "adapter")))
+                case "lease":
+                    self._lease(values, reply, fail)
                 case "end":
                     reply({"ended": self.end(_text(values, "request_id"), int(values.get("tokens", 0)))})
+                case "missed":
+                    self._manager.missed(_text(values, "adapter"))
+                    reply({"op": op})
                 case "warm":
                     self._warm(_text(values, "adapter"), reply, fail)
                 case "pin" | "unpin" | "evict":
                     adapter = _text(values, "adapter")
                     getattr(self._manager, op)(adapter)
                     reply({"op": op, "adapter": adapter})
+                case "drain":
+                    self._manager.drain(bool(values.get("on", True)))
+                    reply({"op": op, "on": bool(values.get("on", True))})
                 case _:
-                    raise BadRequest(f"no operation {op[:40]!r}; there are status, warm, pin, unpin, evict, end")
+                    raise BadRequest(f"no operation {op[:40]!r}; there are {', '.join(OPERATIONS)}")
         except SlotError as error:
             fail(error)
 
@@ -112,12 +135,44 @@ class Router:
             self._granted_at[incoming.request_id] = self._clock()
         incoming.forward(grant.task_id, report_end=bool(incoming.request_id))
 
-    def _hold_s(self, incoming: Incoming) -> float:
-        generation_s = incoming.max_tokens * self._token_s
-        if incoming.request_id:
+    def _hold_s(self, max_tokens: int, *, reported: bool) -> float:
+        generation_s = max_tokens * self._token_s
+        if reported:
             return FIRST_TOKEN_S + 4 * generation_s
         # nobody will report the end: hold about as long as the answer takes
         return ANONYMOUS_MARGIN_S + 1.5 * generation_s
+
+    def _waits(self, cold: str) -> bool:
+        policy = cold or self._cold
+        if policy not in ("wait", "fail"):
+            raise BadRequest(f"cold policy {policy[:20]!r}: an ensemble's request can 'wait' or 'fail'")
+        return policy == "wait"
+
+    def _lease(self, values: Mapping[str, Any], reply: Reply, fail: Fail) -> None:
+        """The direct door: a lease for a client that talks to `tensorrt_llm` itself and reports the end by `end`."""
+        adapter, lease, cold = _text(values, "adapter"), _text(values, "request_id"), values.get("cold", self._cold)
+        if cold not in ("wait", "fail", "base"):
+            raise BadRequest(f"cold policy {str(cold)[:20]!r}: there are wait, fail, base")
+
+        def granted(grant: Grant) -> None:
+            self._granted_at[lease] = self._clock()
+            found = {"found_in": grant.found_in.name, "waited_s": grant.waited_s}
+            reply({"task_id": grant.task_id, "digest": grant.adapter, "base": False, **found})
+
+        def refused(error: SlotError) -> None:
+            if cold == "base" and isinstance(error, AdapterCold):
+                reply({"task_id": None, "digest": None, "base": True, "why": str(error)})
+            else:
+                fail(error)
+
+        self._manager.acquire(
+            adapter,
+            lease,
+            Owner(granted, refused),
+            wait_s=float(values.get("wait_s", self._wait_s)),
+            hold_s=self._hold_s(int(values.get("max_tokens", 0)), reported=True),
+            waits=cold == "wait",
+        )
 
     def _warm(self, adapter: str, reply: Reply, fail: Fail) -> None:
         lease = f"warm-{next(self._numbers)}"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapter_slots.disk import DiskTier
+from adapter_slots.disk import Converter, DiskTier
 from adapter_slots.engine import TritonEngine
 from adapter_slots.machine import SlotMachine
 from adapter_slots.manager import SlotManager
+from adapter_slots.mover import Limits, Mover
+from adapter_slots.policy import POLICIES
 from adapter_slots.ports import MetricSink
 from adapter_slots.registry import Registry
 from adapter_slots.router import Router
 from adapter_slots.settings import Settings
+from adapter_slots.store import Stores, StoreSettings
+
+MakeConverter = Callable[[Settings], Converter | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +33,33 @@ class Service:
         self.manager.close()
 
 
-def open_service(parameters: Mapping[str, str], metrics: MetricSink | None = None) -> Service:
+def open_service(
+    parameters: Mapping[str, str], metrics: MetricSink | None = None, converter: MakeConverter | None = None
+) -> Service:
     """Start a manager from `lora_router`'s parameters.
 
+    `converter` makes, from the settings, what turns a raw PEFT adapter into a bundle; without it raw ones are refused.
+
     Raises:
-        SettingsError, RegistryError: with every reason; nothing is left running.
+        SettingsError, RegistryError, TierError: with every reason; nothing is left running.
     """
     settings = Settings.parse(parameters)
     geometry = settings.geometry()
-    machine = SlotMachine(settings.machine(geometry))
     registry = Registry(Path(settings.registry))
-    engine = TritonEngine(settings.engine_url, bind_timeout_s=settings.bind_timeout_s)
-    manager = SlotManager(machine, registry, DiskTier(geometry), engine, metrics=metrics)
+    machine = SlotMachine(settings.machine(geometry, registry.pools), POLICIES[settings.policy]())
+    disk = DiskTier(
+        geometry,
+        Path(settings.disk_dir) if settings.disk_dir else None,
+        max_bytes=settings.disk_bytes,
+        converter=converter(settings) if converter else None,
+    )
+    mover = Mover(
+        disk,
+        TritonEngine(settings.engine_url, bind_timeout_s=settings.bind_timeout_s),
+        Stores(StoreSettings(endpoint_url=settings.s3_endpoint_url)),
+        Limits(settings.to_disk_timeout_s, settings.to_host_timeout_s),
+    )
+    state_file = Path(settings.state_file) if settings.state_file else None
+    manager = SlotManager(machine, registry, mover, metrics=metrics, state_file=state_file)
     manager.start()
-    return Service(Router(manager, wait_s=settings.wait_s), manager)
+    return Service(Router(manager, wait_s=settings.wait_s, cold=settings.cold), manager)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from adapter_slots.policy import POLICIES
+from adapter_slots.pools import Pools
 from adapter_slots.records import MachineConfig
 from trtllm_lora import CacheGeometry, ContractError, EngineShape
 from trtllm_lora.geometry import DEFAULT_HOST_BYTES, DEFAULT_MAX_RANK, DEFAULT_OPTIMAL_RANK
@@ -36,11 +38,28 @@ class Settings:
     low_watermark: int | None = None
     min_idle_s: float = 10.0
     max_wait_s: float = 5.0
+    min_residency_s: float = 0.5
     tick_s: float = 1.0
     refresh_s: float = 60.0
+    verify_s: float = 5.0
+    policy: str = "lru"
+    """lru or gdsf."""
+    cold: str = "wait"
+    """What a request for a cold adapter does unless it says otherwise: wait or fail."""
     wait_s: float = 30.0
     """A request waits this long at most for its adapter."""
     bind_timeout_s: float = 60.0
+    to_disk_timeout_s: float = 120.0
+    to_host_timeout_s: float = 30.0
+    disk_dir: str | None = None
+    """Where remote adapters are kept on this machine; without it all must be beside the registry."""
+    disk_bytes: int = 64 * 2**30
+    s3_endpoint_url: str | None = None
+    """For S3 that is not AWS; credentials come from where AWS tools look for them."""
+    base_dir: str | None = None
+    """The base model's directory, or config.json, by which raw PEFT adapters are converted."""
+    state_file: str | None = None
+    """Keeps the warm set over restarts."""
     lora_cache_host_memory_bytes: int = DEFAULT_HOST_BYTES
     """As given to `tensorrt_llm`: the two must agree, or the mirror is wrong."""
     lora_cache_optimal_adapter_size: int = DEFAULT_OPTIMAL_RANK
@@ -70,6 +89,12 @@ class Settings:
                 problems.append(f"{name}: a number is expected, found {given[name]!r}")
         missing = [name for name in ("engine_dir", "registry", "engine_url") if name not in values]
         problems += [f"{name}: missing" for name in missing if name not in {p.split(":")[0] for p in problems}]
+        choices: dict[str, tuple[str, ...]] = {"policy": tuple(POLICIES), "cold": ("wait", "fail")}
+        problems += [
+            f"{name}: {values[name]!r} is none of {', '.join(allowed)}"
+            for name, allowed in choices.items()
+            if values.get(name, allowed[0]) not in allowed
+        ]
         if problems:
             raise SettingsError("lora_router parameters: " + "; ".join(problems))
         return cls(**values)  # type: ignore[arg-type]
@@ -86,7 +111,7 @@ class Settings:
         except ContractError as error:
             raise SettingsError(f"lora_router: {error}") from None
 
-    def machine(self, geometry: CacheGeometry) -> MachineConfig:
+    def machine(self, geometry: CacheGeometry, pools: Pools) -> MachineConfig:
         """Bounds of the slot machine. Raises SettingsError."""
         try:
             pages = geometry.num_pages(self.lora_cache_host_memory_bytes)
@@ -94,12 +119,15 @@ class Settings:
                 num_slots=self.num_slots,
                 cache_pages=min(pages, self.lora_cache_device_pages or pages),
                 host_bytes=self.host_bytes,
+                pools=pools,
                 idle_s=self.idle_s,
                 low_watermark=self.low_watermark,
                 min_idle_s=self.min_idle_s,
                 max_wait_s=self.max_wait_s,
+                min_residency_s=self.min_residency_s,
                 tick_s=self.tick_s,
                 refresh_s=self.refresh_s,
+                verify_s=self.verify_s,
             )
         except (ContractError, ValueError) as error:
             raise SettingsError(f"lora_router: {error}") from None

@@ -9,27 +9,38 @@ import heapq
 from collections import OrderedDict
 
 from adapter_slots.errors import EventRefused
-from adapter_slots.events import Effect, Evict, Grant, Promote, Reason, Refuse, Tier, Touch
+from adapter_slots.events import Effect, Evict, Facts, Grant, Promote, Reason, Refuse, Tier, Touch
+from adapter_slots.policy import LeastRecentlyUsed, Policy
 from adapter_slots.records import Adapter, Lease, MachineConfig
+from adapter_slots.room import NEVER, SlotView
 from trtllm_lora.engine_cache import EngineCache
+
+GUESSED_MOVE_S = 0.5
+"""What a promotion is taken to last before one was seen."""
 
 
 class WorkingSet:
     """Adapters, leases, the mirror of the engine's cache, and who is in which tier."""
 
-    def __init__(self, config: MachineConfig) -> None:
+    def __init__(self, config: MachineConfig, policy: Policy | None = None) -> None:
         self.config = config
+        self.policy = policy or LeastRecentlyUsed()
         self.mirror = EngineCache(config.cache_pages)
         self.adapters: dict[str, Adapter] = {}
         self.leases: dict[str, Lease] = {}
+        self.draining = False
+        """Nothing new is granted."""
         self._by_task: dict[int, Adapter] = {}
         self._wanted: OrderedDict[str, float] = OrderedDict()
-        """Digest -> since when somebody waits for it, or it is pinned and not in a slot."""
+        """Digest -> since when somebody waits for it, or it is pinned or to be warmed and not in a slot."""
         self._in_host: dict[str, Adapter] = {}
         """In HOST or moving there; those in a slot included."""
         self._in_slot: dict[str, Adapter] = {}
         """In SLOT or moving there."""
         self._host_bytes = 0
+        self._unsure_at = NEVER
+        self._move_s: dict[Tier, float] = {}
+        """Seconds a promotion to each tier takes, smoothed."""
         self._deadlines: list[tuple[float, str]] = []
         self._effects: list[Effect] = []
 
@@ -42,6 +53,8 @@ class WorkingSet:
             adapter.leased_since = now
         adapter.leases.add(lease.id)
         adapter.last_used = now
+        adapter.uses += 1
+        self.policy.used(adapter)
         self.mirror.bump(adapter.task_id)
         self._effects.append(Grant(lease.id, adapter.digest, adapter.task_id, lease.found_in, now - lease.acquired_at))
 
@@ -51,11 +64,12 @@ class WorkingSet:
             self._grant(adapter, self.leases[lease_id], now)
         self._unwant(adapter)
 
-    def _refuse_all(self, adapter: Adapter, reason: Reason, why: str) -> None:
+    def _refuse_all(self, adapter: Adapter, reason: Reason, why: str, retry_after_s: float | None = None) -> None:
         for lease_id in adapter.waiting:
             del self.leases[lease_id]
-            self._effects.append(Refuse(lease_id, adapter.digest, reason, why))
+            self._effects.append(Refuse(lease_id, adapter.digest, reason, why, retry_after_s))
         adapter.waiting.clear()
+        adapter.warming = False
         self._unwant(adapter)
 
     def _finished(self, adapter: Adapter, now: float) -> None:
@@ -63,9 +77,9 @@ class WorkingSet:
         if not adapter.touching:
             self.mirror.mark_done(adapter.task_id)
 
-    def _touch(self, adapter: Adapter) -> None:
+    def _touch(self, adapter: Adapter, now: float) -> None:
         if not adapter.touching:
-            adapter.touching = True
+            adapter.touching, adapter.touch_began = True, now
             self.mirror.bump(adapter.task_id)
             self._effects.append(Touch(adapter.digest))
 
@@ -73,31 +87,52 @@ class WorkingSet:
         self._wanted.setdefault(adapter.digest, now)
 
     def _unwant(self, adapter: Adapter) -> None:
-        if not adapter.waiting and not (adapter.pinned and adapter.tier is not Tier.SLOT):
+        climbs = adapter.tier is not Tier.SLOT and (adapter.pinned or adapter.warming)
+        if not adapter.waiting and not climbs:
             self._wanted.pop(adapter.digest, None)
 
     # --- tiers
 
-    def _enter_host(self, adapter: Adapter) -> None:
-        adapter.moving = Tier.HOST
+    def _learn(self, adapter: Adapter, facts: Facts) -> str:
+        """Take a bundle's facts; returns why they cannot be true, or ""."""
+        other = self._by_task.get(facts.task_id, adapter)
+        if other is not adapter:
+            return f"task id {facts.task_id} of {adapter.name} belongs to {other.name} ({other.digest[:12]})"
+        adapter.task_id, adapter.pages, adapter.num_bytes = facts.task_id, facts.pages, facts.num_bytes
+        self._by_task[facts.task_id] = adapter
+        return self._too_large(adapter)
+
+    def _begin(self, adapter: Adapter, tier: Tier, now: float) -> None:
+        adapter.moving, adapter.move_began = tier, now
+        self._effects.append(Promote(adapter.digest, tier))
+
+    def _enter_host(self, adapter: Adapter, now: float) -> None:
         self._in_host[adapter.digest] = adapter
         self._host_bytes += adapter.num_bytes
-        self._effects.append(Promote(adapter.digest, Tier.HOST))
+        self._begin(adapter, Tier.HOST, now)
 
     def _enter_slot(self, adapter: Adapter, now: float) -> None:
-        adapter.moving = Tier.SLOT
         self._in_slot[adapter.digest] = adapter
         for task in self.mirror.put(adapter.task_id, adapter.pages):
             dropped = self._by_task[task]
             dropped.tell(now, f"dropped by the engine for {adapter.name}")
             self._forget_if_removed(dropped, now)
-        self._effects.append(Promote(adapter.digest, Tier.SLOT))
+        self._begin(adapter, Tier.SLOT, now)
 
-    def _move_failed(self, adapter: Adapter) -> None:
+    def _arrived(self, adapter: Adapter, tier: Tier, now: float) -> None:
+        seconds = now - adapter.move_began
+        adapter.move_s[tier] = seconds
+        known = self._move_s.get(tier, seconds)
+        self._move_s[tier] = known + 0.2 * (seconds - known)
+        adapter.moving, adapter.tier, adapter.failures = None, tier, 0
+        adapter.tell(now, f"in {tier.name} after {seconds:.3f} s")
+
+    def _move_failed(self, adapter: Adapter, now: float) -> None:
         if adapter.moving is Tier.SLOT:
             del self._in_slot[adapter.digest]
             self.mirror.drop(adapter.task_id)
-        else:
+            self._unsure_at = now
+        elif adapter.moving is Tier.HOST:
             del self._in_host[adapter.digest]
             self._host_bytes -= adapter.num_bytes
         adapter.moving = None
@@ -105,15 +140,17 @@ class WorkingSet:
     def _leave_slot(self, adapter: Adapter, reason: Reason, now: float) -> None:
         del self._in_slot[adapter.digest]
         adapter.tier, adapter.draining = Tier.HOST, False
-        adapter.tell(now, f"left SLOT: {reason.value}")
-        self._effects.append(Evict(adapter.digest, Tier.SLOT, reason))
+        self._tell_eviction(adapter, Tier.SLOT, reason, now)
 
     def _leave_host(self, adapter: Adapter, reason: Reason, now: float) -> None:
         del self._in_host[adapter.digest]
         self._host_bytes -= adapter.num_bytes
         adapter.tier = Tier.DISK
-        adapter.tell(now, f"left HOST: {reason.value}")
-        self._effects.append(Evict(adapter.digest, Tier.HOST, reason))
+        self._tell_eviction(adapter, Tier.HOST, reason, now)
+
+    def _tell_eviction(self, adapter: Adapter, tier: Tier, reason: Reason, now: float) -> None:
+        adapter.tell(now, f"left {tier.name}: {reason.value}")
+        self._effects.append(Evict(adapter.digest, tier, reason))
 
     def _forget_if_removed(self, adapter: Adapter, now: float) -> None:
         if not adapter.removed or adapter.held:
@@ -124,9 +161,25 @@ class WorkingSet:
             self._leave_host(adapter, Reason.REMOVED, now)
         if adapter.task_id not in self.mirror:
             # while the engine holds it, its task id must stay known: a victim is named by it
-            del self.adapters[adapter.digest], self._by_task[adapter.task_id]
+            del self.adapters[adapter.digest]
+            self._by_task.pop(adapter.task_id, None)
 
     # --- look-ups
+
+    def adapter_of_task(self, task_id: int) -> str:
+        """Name of the adapter that has a task id, for people."""
+        adapter = self._by_task.get(task_id)
+        return adapter.name if adapter else f"task {task_id}"
+
+    def _view(self, now: float) -> SlotView:
+        return SlotView(
+            self._in_slot.values(), self.mirror, self._by_task, self.config, self.policy, now, self._unsure_at
+        )
+
+    def _eta_s(self, adapter: Adapter) -> float:
+        """Seconds until a cold adapter could be in a slot, by what its moves, or others', took."""
+        missing = [tier for tier in (Tier.DISK, Tier.HOST, Tier.SLOT) if tier > adapter.tier]
+        return sum(adapter.move_s.get(tier) or self._move_s.get(tier, GUESSED_MOVE_S) for tier in missing)
 
     def _adapter(self, digest: str) -> Adapter:
         adapter = self.adapters.get(digest)

@@ -28,6 +28,10 @@ class MemoryEngine:
         self.hold.set()
         self.closed = False
 
+    async def ready(self) -> bool:
+        """Always."""
+        return True
+
     async def register(self, region: Region) -> None:
         """Remember the region."""
         self.registered.add(region.name)

@@ -16,26 +16,33 @@ from adapter_slots.errors import EventRefused
 from adapter_slots.events import (
     Acquired,
     Added,
+    Drained,
     Effect,
     Event,
     Evict,
+    EvictAsked,
+    Facts,
     Grant,
     Pinned,
     Promote,
     Promoted,
     PromoteFailed,
     Reap,
+    Reason,
     Refuse,
     Released,
+    Removed,
     Ticked,
     Tier,
     Touch,
     Touched,
     Unpinned,
+    Warmed,
 )
 from adapter_slots.invariants import broken_rules
 from adapter_slots.machine import SlotMachine
 from adapter_slots.records import MachineConfig
+from adapter_slots.transitions import TRANSITIONS, Transition, state_of
 from trtllm_lora import CacheError, EngineCache
 
 
@@ -48,6 +55,8 @@ class World:
     """Pages of adapter 1, 2, …"""
     choose: Callable[[int], int]
     lose_reports: bool = False
+    pools: tuple[str | None, ...] = (None,)
+    """Pools of the adapters, in turn."""
     now: float = 100.0
     misses: int = 0
     events: list[Event] = field(default_factory=list)
@@ -62,11 +71,18 @@ class World:
         self.leases: set[str] = set()
         self.waiting: set[str] = set()
         self.wait_until: dict[str, float] = {}
+        self.restarts = 0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._numbers = itertools.count(1)
-        for i, pages in enumerate(self.pages, 1):
-            self.post(Added(f"digest-{i}", f"adapter-{i}", i, pages, 10 * pages))
+        self.facts = {f"digest-{i}": Facts(i, pages, 10 * pages) for i, pages in enumerate(self.pages, 1)}
+        self.steps: Counter[Transition] = Counter()
+        """Rows of the transition table that were taken."""
+        self._states: dict[str, str] = {}
+        self.faults = True
+        for i, digest in enumerate(self.facts, 1):
+            facts = self.facts[digest] if i % 2 else None
+            self.post(Added(digest, f"adapter-{i}", facts, self.pools[(i - 1) % len(self.pools)]))
 
     def delay(self) -> float:
         """Up to a fifth of the report margin, so that two legs of a report stay within it."""
@@ -86,21 +102,51 @@ class World:
         self.events.append(event)
         broken = broken_rules(self.machine)
         assert not broken, (broken, self.events[-20:])
+        self._follow(event, effects)
         for effect in effects:
             if isinstance(effect, Evict) and effect.adapter in held:
                 self._assert_was_let_go(effect, event)
             self._carry_out(effect)
         return True
 
+    def _follow(self, event: Event, effects: list[Effect]) -> None:
+        """Walk every adapter through the transition table, step by step, and arrive where the machine says it is."""
+        if isinstance(event, Added):
+            self._states.setdefault(event.adapter, state_of(self.machine.adapters[event.adapter]))
+        for step in (event, *effects):
+            if isinstance(step, Promote | Promoted | PromoteFailed | Evict):
+                gone = isinstance(step, PromoteFailed) and step.gone
+                self._take(step.adapter, "Gone" if gone else type(step).__name__)
+        for digest, state in list(self._states.items()):
+            adapter = self.machine.adapters.get(digest)
+            if adapter is None:
+                del self._states[digest]
+            elif state != state_of(adapter):
+                self._take(digest, "Drain" if adapter.draining else "Resume")
+                assert self._states[digest] == state_of(adapter), (event, effects)
+
+    def _take(self, digest: str, step: str) -> None:
+        state = self._states[digest]
+        row = next((row for row in TRANSITIONS if (row.state, row.step) == (state, step)), None)
+        assert row is not None, f"no {step} in {state}"
+        self.steps[row] += 1
+        self._states[digest] = row.to
+
     def _assert_was_let_go(self, effect: Evict, event: Event) -> None:
         """Rule 1: a held adapter leaves only because this very event ended the hold, or the engine had lost it."""
-        ends_hold = isinstance(event, Released | Touched | Promoted | PromoteFailed | Ticked | Unpinned)
-        still = self.machine.adapters[effect.adapter]
-        lost = isinstance(event, Touched) and event.missed
+        ends_hold = isinstance(
+            event, Released | Touched | Promoted | PromoteFailed | Ticked | Unpinned | Removed | Drained
+        )
+        still = self.machine.adapters.get(effect.adapter)
+        if still is None:
+            return
+        lost = effect.reason is Reason.MISS
         assert ends_hold and (lost or not (still.leases or still.pinned)), (effect, event)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
+            case Promote(adapter, Tier.DISK):
+                self.later(self.delay(), lambda: self._promoted_to_disk(adapter))
             case Promote(adapter, Tier.HOST):
                 self.later(self.delay(), lambda: self._promoted_to_host(adapter))
             case Promote(adapter, Tier.SLOT):
@@ -120,14 +166,23 @@ class World:
             case Evict():
                 self.evictions.append(effect)
 
+    def _promoted_to_disk(self, adapter: str) -> None:
+        if self.faults and self.choose(4) == 0:
+            self.post(PromoteFailed(adapter, Tier.DISK, "no room or no store", transient=self.choose(2) == 0))
+        else:
+            self.post(Promoted(adapter, Tier.DISK, self.facts[adapter]))
+
     def _promoted_to_host(self, adapter: str) -> None:
-        if self.choose(20) == 0:
-            self.post(PromoteFailed(adapter, Tier.HOST, "the disk said no"))
+        if self.faults and self.choose(20) == 0:
+            self.post(PromoteFailed(adapter, Tier.HOST, "the disk said no", gone=self.choose(2) == 0))
         else:
             self.post(Promoted(adapter, Tier.HOST))
 
     def _bind(self, adapter: str) -> None:
-        known = self.machine.adapters[adapter]
+        known = self.facts[adapter]
+        if self.faults and self.choose(30) == 0:
+            self.post(PromoteFailed(adapter, Tier.SLOT, "the engine is not there", transient=self.choose(2) == 0))
+            return
         try:
             self.truth.put(known.task_id, known.pages)
         except CacheError as error:
@@ -139,7 +194,7 @@ class World:
         self.later(self.delay(), lambda: self.post(Promoted(adapter, Tier.SLOT)))
 
     def _touch(self, adapter: str) -> None:
-        task = self.machine.adapters[adapter].task_id
+        task = self.facts[adapter].task_id
         missed = task not in self.truth
         self.misses += missed
         if not missed:
@@ -154,9 +209,12 @@ class World:
             return
         self.truth.bump(task)
         self.active[task] += 1
-        self.later(self.config.report_margin_s * self.choose(40), lambda: self._leave(lease, task))
+        epoch = self.restarts
+        self.later(self.config.report_margin_s * self.choose(40), lambda: self._leave(lease, task, epoch))
 
-    def _leave(self, lease: str, task: int) -> None:
+    def _leave(self, lease: str, task: int, epoch: int) -> None:
+        if epoch != self.restarts:
+            return  # it died with the engine
         self.active[task] -= 1
         self._engine_done(task)
         if not (self.lose_reports and self.choose(10) == 0):
@@ -169,6 +227,20 @@ class World:
     def _end(self, lease: str) -> None:
         self.leases.discard(lease)
         self.post(Released(lease))
+
+    def restart_engine(self) -> None:
+        """The engine forgets everything; what ran in it is gone, and nobody reports its end."""
+        self.truth = EngineCache(self.config.cache_pages)
+        self.active.clear()
+        self.restarts += 1
+
+    def strangers(self) -> list[str]:
+        """Adapters in a slot, neither moving nor being looked at, that the engine does not hold."""
+        return [
+            a.name
+            for a in self.machine.adapters.values()
+            if a.tier is Tier.SLOT and not a.touching and a.task_id not in self.truth
+        ]
 
     # --- what a test may do
 
@@ -193,8 +265,24 @@ class World:
                 self.post(Pinned(f"digest-{1 + self.choose(len(self.pages))}"))
             case 6:
                 self.post(Unpinned(f"digest-{1 + self.choose(len(self.pages))}"))
+            case 7 if self.choose(6) == 0:
+                self.post(Warmed(f"digest-{1 + self.choose(len(self.pages))}"))
+            case 7 if self.choose(30) == 0:
+                self.post(Drained())
+                self.pass_time(1.0)
+                self.post(Drained(on=False))
+            case 7 if self.choose(10) == 0:
+                self._remove_and_add(1 + self.choose(len(self.pages)))
+            case 7 if self.choose(10) == 0:
+                self.post(EvictAsked(f"digest-{1 + self.choose(len(self.pages))}"))
             case _:
                 self.pass_time(self.config.report_margin_s * self.choose(8) / 2)
+
+    def _remove_and_add(self, i: int) -> None:
+        digest = f"digest-{i}"
+        self.post(Removed(digest))
+        self.pass_time(self.delay())
+        self.post(Added(digest, f"adapter-{i}", self.facts[digest], self.pools[(i - 1) % len(self.pools)]))
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass; whatever is due happens in order."""

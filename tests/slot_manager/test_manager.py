@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -27,8 +28,10 @@ from adapter_slots.errors import (
 from adapter_slots.events import Grant, Tier
 from adapter_slots.machine import SlotMachine
 from adapter_slots.manager import Owner, SlotManager
+from adapter_slots.mover import Limits, Mover
 from adapter_slots.records import MachineConfig
 from adapter_slots.registry import FILE_NAME, Registry, publish
+from adapter_slots.store import Stores
 from trtllm_lora import CacheGeometry
 
 NAMES = ("ant", "bee", "cat", "dog")
@@ -44,9 +47,11 @@ class Desk:
         for name, bundle in self.bundles.items():
             publish(home / FILE_NAME, bundle, name)
         self.engine = MemoryEngine()
-        bounds = {"num_slots": 2, "cache_pages": 8, "host_bytes": 2**20, "tick_s": 0.02, "backoff_s": 0.01, **config}
+        times = {"tick_s": 0.02, "backoff_s": 0.01, "min_residency_s": 0.0}
+        bounds = {"num_slots": 2, "cache_pages": 8, "host_bytes": 2**20, **times, **config}
         machine = SlotMachine(MachineConfig(**bounds))  # type: ignore[arg-type]
-        self.manager = SlotManager(machine, Registry(home / FILE_NAME), DiskTier(CacheGeometry.of(SHAPE)), self.engine)
+        mover = Mover(DiskTier(CacheGeometry.of(SHAPE)), self.engine, Stores(), Limits())
+        self.manager = SlotManager(machine, Registry(home / FILE_NAME), mover, remember_s=0.05)
         self.manager.start()
         self.told: queue.SimpleQueue[tuple[str, Grant | SlotError]] = queue.SimpleQueue()
 
@@ -89,7 +94,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made.manager.close()
     assert made.engine.closed
     assert not made.engine.registered
-    assert not list(Path("/dev/shm").glob("lora-slots-*"))  # noqa: S108
+    assert not list(Path("/dev/shm").glob(f"lora-slots-{os.getpid()}-*"))  # noqa: S108
 
 
 def test_a_resident_adapter_is_granted_before_acquire_returns(desk: Desk) -> None:

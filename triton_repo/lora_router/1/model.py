@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from adapter_slots import open_service
 from adapter_slots.metrics import FAMILIES
+from lora_slots.serving import open_service
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 OWN_INPUTS = ("adapter", "op", "op_args")
@@ -47,6 +47,7 @@ class TritonRequest:
         task_id = self.tensors.pop("lora_task_id", None)
         self.task_id = None if task_id is None else int(task_id.as_numpy().reshape(-1)[0])
         self.has_weights = "lora_weights" in self.tensors or "lora_config" in self.tensors
+        self.cold = json.loads(request.parameters() or "{}").get("cold", "")
         length = self.tensors.get("request_output_len")
         self.max_tokens = 0 if length is None else int(length.as_numpy().reshape(-1)[0])
 
@@ -71,7 +72,7 @@ class TritonRequest:
     def fail(self, error):
         """Answer with an error: the first and final response, so that no caller waits for more."""
         code = getattr(pb_utils.TritonError, error.grpc_code)
-        self.sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError(str(error), code)), flags=FINAL)
+        self.sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError(error.wire_text, code)), flags=FINAL)
 
 
 class TritonMetrics:
