@@ -26,7 +26,6 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "inter": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "inner_hidden_size"),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "expert_inter": ("moe_intermediate_size", "expert_ffn_size"),
-    "vocab": ("vocab_size", "padded_vocab_size"),
 }
 
 _LANGUAGE_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -51,11 +50,12 @@ class Base(NamedTuple):
     kv_heads: int | None = None
     head_size: int | None = None
     inter: int | None = None
-    inter_of_layer: tuple[int, ...] = ()
+    inter_of_layer: tuple[int | None, ...] = ()
     """Intermediate size per layer, where they differ."""
+    kv_heads_of_layer: tuple[int | None, ...] = ()
+    """kv heads per layer, where they differ."""
     experts: int | None = None
     expert_inter: int | None = None
-    vocab: int | None = None
     dtype: str | None = None
 
     @property
@@ -68,11 +68,25 @@ class Base(NamedTuple):
         """Output width of the keys, and of the values."""
         return self.kv_heads * self.head_size if self.kv_heads and self.head_size else None
 
+    def kv_of(self, layer: int) -> int | None:
+        """The same in one layer."""
+        if layer >= len(self.kv_heads_of_layer):
+            return self.kv
+        kv_heads = self.kv_heads_of_layer[layer]
+        return kv_heads * self.head_size if kv_heads and self.head_size else None
+
     def size(self, symbol: str, layer: int) -> int | None:
         """Size of one symbol of the legend in a layer; None where unknown."""
         if symbol == "F":
             return self.inter_of_layer[layer] if layer < len(self.inter_of_layer) else self.inter
-        sizes = {"H": self.hidden, "Q": self.q, "K": self.kv, "E": self.experts, "M": self.expert_inter, "1": 1}
+        sizes = {
+            "H": self.hidden,
+            "Q": self.q,
+            "K": self.kv_of(layer),
+            "E": self.experts,
+            "M": self.expert_inter,
+            "1": 1,
+        }
         return sizes[symbol]
 
 
@@ -115,13 +129,15 @@ def base_from_config(config: Mapping[str, Any], *, source: str) -> Base:
     if sizes["experts"] and sizes["expert_inter"] is None:
         sizes["expert_inter"] = sizes["inter"]
     per_layer = config.get("intermediate_size")
+    blocks = _block_configs(config, hidden, heads)
     dtype = config.get("torch_dtype") or config.get("dtype") or outer.get("torch_dtype") or outer.get("dtype")
     return Base(
         source=source,
         model_type=str(model_type),
         raw=config,
         kv_heads=_kv_heads(config, str(model_type), heads),
-        inter_of_layer=_sizes(per_layer),
+        inter_of_layer=_sizes(per_layer) or tuple(inter for _, inter in blocks),
+        kv_heads_of_layer=tuple(kv_heads for kv_heads, _ in blocks),
         dtype=dtype if isinstance(dtype, str) else None,
         **sizes,
     )
@@ -141,6 +157,28 @@ def _kv_heads(config: Mapping[str, Any], model_type: str, heads: int | None) -> 
         if isinstance(nested, dict) and (found := _first(nested, ("kv_n_heads",))):
             return found
     return _first(config, ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")) or heads
+
+
+def _block_configs(
+    config: Mapping[str, Any], hidden: int | None, heads: int | None
+) -> list[tuple[int | None, int | None]]:
+    """(kv heads, intermediate size) of each layer of a Nemotron-NAS base; empty for all others.
+
+    The sizes follow the model's own code: heads / n_heads_in_group, and 2/3 * ffn_mult * hidden rounded up to 256.
+    """
+    blocks = config.get("block_configs")
+    if not isinstance(blocks, list) or not hidden or not heads:
+        return []
+    sizes: list[tuple[int | None, int | None]] = []
+    for block in blocks:
+        attention, ffn = (block.get("attention"), block.get("ffn")) if isinstance(block, dict) else (None, None)
+        group = _first(attention, ("n_heads_in_group",)) if isinstance(attention, dict) else None
+        factor = ffn.get("ffn_mult") if isinstance(ffn, dict) else None
+        inter = None
+        if isinstance(factor, int | float) and 0 < factor < 1000:
+            inter = -(-int(2 * factor * hidden / 3) // 256) * 256
+        sizes.append((heads // group if group else None, inter))
+    return sizes
 
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> int | None:

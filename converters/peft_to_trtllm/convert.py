@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from peft_to_trtllm.balance import RangeProblem, balance
+from peft_to_trtllm.load import Loader
 from peft_to_trtllm.report import Findings
 from peft_to_trtllm.rounding import Array, Floats, largest, round_to, store
 from peft_to_trtllm.rows import Block, Plan, Row
-from peft_to_trtllm.tensor_file import Tensor, TensorFile
+from peft_to_trtllm.tensor_file import Tensor
 from trtllm_lora.tensors import STORAGE
 
 Magnitude = Callable[[Row], Floats]
@@ -22,7 +23,7 @@ Magnitude = Callable[[Row], Floats]
 
 
 def convert_rows(
-    plan: Plan, file: TensorFile, dtype: str, problems: Findings, magnitude: Magnitude | None = None
+    plan: Plan, loader: Loader, dtype: str, problems: Findings, magnitude: Magnitude | None = None
 ) -> Iterator[tuple[int, Array]]:
     """Yield (row number, values [row.size] in the storage type of `dtype`) for every row without a problem.
 
@@ -35,23 +36,23 @@ def convert_rows(
         values = buffers[number % 3, : row.size]
         if len(row.blocks) > 1 or row.num_experts > 1:
             values[:] = 0
-        good = _fill_all(row, values, file, dtype, problems)
+        good = _fill_all(row, values, loader, dtype, problems)
         if good and row.magnitude and magnitude:
             good = _fill_magnitude(magnitude(row), values[-row.d_out :], dtype, row.magnitude, problems)
         if good:
             yield number, values
 
 
-def _fill_all(row: Row, values: Array, file: TensorFile, dtype: str, problems: Findings) -> bool:
+def _fill_all(row: Row, values: Array, loader: Loader, dtype: str, problems: Findings) -> bool:
     good = True
     for block in row.blocks:  # every block, so that every problem is found
-        good &= _fill(row, block, values, file, dtype, problems)
+        good &= _fill(row, block, values, loader, dtype, problems)
     return good
 
 
-def _fill(row: Row, block: Block, values: Array, file: TensorFile, dtype: str, problems: Findings) -> bool:
+def _fill(row: Row, block: Block, values: Array, loader: Loader, dtype: str, problems: Findings) -> bool:
     factors = block.factors
-    a, b = load_a(file, block), load_b(file, block)
+    a, b = loader.a(block), loader.b(block)
     with np.errstate(invalid="ignore"):  # a signalling NaN is reported below, it need not warn
         largest_a, largest_b = largest(a, factors.a.dtype, 1), largest(b, factors.b.dtype, 0)
     finite = _check_finite(largest_a, factors.a, problems) & _check_finite(largest_b, factors.b, problems)
@@ -82,38 +83,6 @@ def _parts(row: Row, values: Array) -> tuple[Array, Array]:
     end_b = end_a + row.num_experts * row.d_out * row.rank
     all_a = values[:end_a].reshape(row.num_experts, row.rank, row.d_in)
     return all_a, values[end_a:end_b].reshape(row.num_experts, row.d_out, row.rank)
-
-
-def load_a(file: TensorFile, block: Block) -> Array:
-    """A [r, in] of a block in its storage type."""
-    factors = block.factors
-    a = file.read(factors.a, "A")
-    if factors.num_experts > 1:
-        a = a.reshape(factors.num_experts, factors.rank, -1)[block.source_expert]
-    if factors.a_blocks > 1:
-        a = _block_diagonal(a, factors.a_blocks)
-    if factors.a_repeat > 1:
-        a = np.repeat(a, factors.a_repeat, axis=1)
-    return a
-
-
-def load_b(file: TensorFile, block: Block) -> Array:
-    """B [out, r] of a block in its storage type, its rows in the target's order, without the scale."""
-    factors = block.factors
-    b = file.read(factors.b, "B")
-    if factors.num_experts > 1:
-        b = b.reshape(b.shape[0], factors.rank, factors.num_experts)[:, :, block.source_expert]
-    if factors.b_blocks > 1:
-        b = _block_diagonal(b, factors.b_blocks)
-    return np.ascontiguousarray(b[block.b_rows])
-
-
-def _block_diagonal(stored: Array, blocks: int) -> Array:
-    rows, columns = stored.shape[0] // blocks, stored.shape[1]
-    full = np.zeros((rows * blocks, columns * blocks), stored.dtype)
-    for i in range(blocks):
-        full[i * rows : (i + 1) * rows, i * columns : (i + 1) * columns] = stored[i * rows : (i + 1) * rows]
-    return full
 
 
 def _check_finite(found: Floats, tensor: Tensor, problems: Findings) -> bool:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from peft_to_trtllm.base import Base
-from peft_to_trtllm.convert import load_a, load_b
 from peft_to_trtllm.errors import InputError
 from peft_to_trtllm.keys import Place, parse_path
+from peft_to_trtllm.load import Loader
 from peft_to_trtllm.report import Findings
 from peft_to_trtllm.rounding import Floats, values_of
 from peft_to_trtllm.rows import Plan, Row
@@ -63,7 +63,7 @@ class BaseWeights:
             if row.magnitude:
                 self._check_row(row, row.magnitude, problems)
 
-    def normalised(self, row: Row, file: TensorFile) -> Floats:
+    def normalised(self, row: Row, loader: Loader) -> Floats:
         """m / ‖W0 + s·B·A‖ [out] of a row whose weight `check` has found, float64."""
         source, tensor = self._tensors[_key(row)]
         (block,), stored = row.blocks, row.magnitude
@@ -71,13 +71,13 @@ class BaseWeights:
             raise ValueError(f"{row.path} has no magnitude")
         weight = source.read(tensor, "W")
         weight = (weight.T if self._transposed else weight)[block.b_rows]
-        a = values_of(load_a(file, block), block.factors.a.dtype)
-        b = values_of(load_b(file, block), block.factors.b.dtype) * block.factors.scale
+        a = values_of(loader.a(block), block.factors.a.dtype)
+        b = values_of(loader.b(block), block.factors.b.dtype) * block.factors.scale
         norms = np.empty(row.d_out)
         for at in range(0, row.d_out, _ROWS):
             rows = slice(at, at + _ROWS)
             norms[rows] = np.linalg.norm(values_of(weight[rows], tensor.dtype) + b[rows] @ a, axis=1)
-        magnitude = values_of(file.read(stored, "M").reshape(-1), stored.dtype)[block.b_rows]
+        magnitude = values_of(loader.file.read(stored, "M").reshape(-1), stored.dtype)[block.b_rows]
         with np.errstate(divide="ignore", invalid="ignore"):  # a zero row is reported as not finite
             return np.asarray(magnitude / norms)
 

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peft_to_trtllm.adapter import CONFIG, Adapter, open_adapter
 from peft_to_trtllm.base import Base, read_base
-from peft_to_trtllm.convert import Magnitude, convert_rows
+from peft_to_trtllm.convert import convert_rows
 from peft_to_trtllm.errors import InputError
 from peft_to_trtllm.fields import Settings, read_settings
 from peft_to_trtllm.fuse import PARTS, fuse
+from peft_to_trtllm.load import Loader
 from peft_to_trtllm.modules import Adapted, collect_modules
 from peft_to_trtllm.plan import Planner
 from peft_to_trtllm.preflight import base_of_engine, check_engine, check_without_engine
@@ -27,6 +28,9 @@ from peft_to_trtllm.rows import Plan
 from peft_to_trtllm.tensor_file import FileProblem
 from trtllm_lora import BundleFacts, EngineShape, ShapeError
 from trtllm_lora.shape import DTYPES, read_json
+
+if TYPE_CHECKING:
+    from peft_to_trtllm.dora import BaseWeights
 
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
@@ -59,13 +63,16 @@ class Conversion(NamedTuple):
     num_layers: int | None
     name: str
     report: Report
-    magnitude: Magnitude | None
+    weights: BaseWeights | None
+    """The base's weights, which DoRA needs."""
 
     def rows(self, progress: Progress | None = None) -> Iterator[tuple[int, Array]]:
         """(row number, values) of every row; see `convert.convert_rows`."""
-        file, problems = self.adapter.file, self.report.problems
+        file, problems, weights = self.adapter.file, self.report.problems, self.weights
+        loader = Loader(file)
+        magnitude = (lambda row: weights.normalised(row, loader)) if weights else None
         try:
-            for number, values in convert_rows(self.plan, file, self.dtype, problems, self.magnitude):
+            for number, values in convert_rows(self.plan, loader, self.dtype, problems, magnitude):
                 yield number, values
                 if progress:
                     progress(number + 1, len(self.plan.rows))
@@ -135,8 +142,8 @@ class Job:
         return self._resources.enter_context(fetched(adapter))
 
     def _judge(self, adapter: Adapter) -> None:
-        report, weights = self.report, self.request.base_weights
-        settings = read_settings(adapter.config, has_base_weights=weights is not None, problems=report.problems)
+        report, has_weights = self.report, self.request.base_weights is not None
+        settings = read_settings(adapter.config, has_base_weights=has_weights, problems=report.problems)
         if report.problems.counts["peft-type"]:
             return  # the tensors of another method would only repeat it
         modules = collect_modules(adapter.file.tensors, report)
@@ -148,11 +155,11 @@ class Job:
             plan = fuse(plan, self.request.fused, self._tp_size, planner.dims, report.problems)
         if plan is None or not report.ok:
             return
-        magnitude = self._check(plan, adapter)
+        base_weights = self._check(plan)
         if report.ok:
             layers = self._base.layers if self._base else None
             self.conversion = Conversion(
-                adapter, plan, settings, self._dtype, self._tp_size, layers, self._name, report, magnitude
+                adapter, plan, settings, self._dtype, self._tp_size, layers, self._name, report, base_weights
             )
 
     def _judge_biases(self, adapter: Adapter, settings: Settings, modules: Sequence[Adapted]) -> None:
@@ -175,7 +182,7 @@ class Job:
                 found = "a DoRA magnitude in a file whose config has use_dora off"
                 problems.add("dora", adapted.magnitude.name, found, "use_dora as it was in training")
 
-    def _check(self, plan: Plan, adapter: Adapter) -> Magnitude | None:
+    def _check(self, plan: Plan) -> BaseWeights | None:
         if self._shape:
             check_engine(plan, self._shape, self._dtype, self._tp_size, str(self.request.engine), self.report)
         else:
@@ -184,9 +191,15 @@ class Job:
             return None
         from peft_to_trtllm.dora import BaseWeights
 
+        self.report.warnings.add(
+            "dora",
+            "lora_config",
+            "it has four columns, the fourth for DoRA; the stock Triton configs declare three",
+            "dims [-1, 4] for lora_config in every model on the path",
+        )
         weights = self._resources.enter_context(BaseWeights(self.request.base_weights, self._base))
         weights.check(plan, self.report.problems)
-        return lambda row: weights.normalised(row, adapter.file)
+        return weights
 
 
 def _name(name: str) -> str:

@@ -60,7 +60,6 @@ def base_of_engine(shape: EngineShape, config: Mapping[str, Any], source: str) -
         inter=shape.intermediate_size,
         experts=shape.num_experts or None,
         expert_inter=shape.intermediate_size if shape.num_experts else None,
-        vocab=shape.vocab_size,
         dtype=shape.dtype,
     )
 

@@ -208,3 +208,13 @@ def test_verify(tmp_path: Path) -> None:
         other = write_adapter(tmp_path / "other", llama_tensors(seed=1), {"target_modules": ["q_proj", "v_proj"]})
         verdict = verify(find_bundle(tmp_path / "o"), job.conversion.plan, other, tmp_path / "base")
     assert not verdict.ok
+
+
+def test_a_bar_where_a_person_looks(good: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long work on a terminal shows its progress, and the rest of the output is as ever."""
+    from lora_slots import convert_command
+
+    monkeypatch.setattr(convert_command, "_LONG_WORK_BYTES", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main([str(good), "--base", str(base), "--dtype", "float16", "--out", str(tmp_path / "o")]) == 0
+    assert find_bundle(tmp_path / "o").dtype == "float16"

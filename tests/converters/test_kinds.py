@@ -269,3 +269,27 @@ def test_without_a_base(converted: Any, tmp_path: Any) -> None:
     tensors = llama_tensors(ALL_SEVEN)
     bundle = convert(write_adapter(tmp_path / "a", tensors), out=tmp_path / "o", dtype="float16")
     assert_same(bundle_deltas(bundle, LLAMA_ROW_DIMS), llama_deltas(tensors), "float16")
+
+
+def test_sizes_that_differ_per_layer(converted: Any) -> None:
+    """Nemotron-NAS: kv heads and intermediate size are each layer's own."""
+    rng = np.random.default_rng(8)
+    blocks = [
+        {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 16}},
+        {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 48}},
+    ]
+    base = {**LLAMA, "model_type": "nemotron-nas", "intermediate_size": None, "num_key_value_heads": None}
+    tensors: Tensors = {}
+    for layer, (kv, inter) in enumerate(((8, 256), (4, 512))):
+        for leaf, d_in, d_out in (("self_attn.k_proj", 16, kv), ("mlp.down_proj", inter, 16)):
+            a, b = pair(rng, 4, d_in, d_out)
+            tensors |= {f"{PREFIX}{layer}.{leaf}.lora_A.weight": a, f"{PREFIX}{layer}.{leaf}.lora_B.weight": b}
+    bundle = converted(tensors, base_config={**base, "block_configs": blocks})
+    wanted = llama_deltas(tensors)
+    for number, (layer, kv, inter) in enumerate(((0, 8, 256), (1, 4, 512))):
+        row = bundle.weights()[0, 2 * number]
+        delta = row[64 : 64 + 4 * kv].reshape(kv, 4) @ row[:64].reshape(4, 16)
+        np.testing.assert_allclose(delta, wanted[layer, "attn_k"], rtol=1e-4, atol=1e-6)
+        row = bundle.weights()[0, 2 * number + 1]
+        delta = row[4 * inter : 4 * inter + 64].reshape(16, 4) @ row[: 4 * inter].reshape(4, inter)
+        np.testing.assert_allclose(delta, wanted[layer, "mlp_4h_to_h"], rtol=1e-4, atol=1e-6)
