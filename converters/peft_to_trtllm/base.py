@@ -19,9 +19,9 @@ from peft_to_trtllm.strict_json import JsonProblem, parse_object
 _CONFIG_LIMIT = 16 << 20
 
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
-    "hidden": ("hidden_size", "n_embd", "d_model", "dim", "model_dim"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model", "dim", "model_dim"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     "head_size": ("head_dim", "head_size", "kv_channels", "attention_head_size"),
     "inter": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "inner_hidden_size"),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
@@ -124,10 +124,7 @@ def base_from_config(config: Mapping[str, Any], *, source: str) -> Base:
     hidden, heads = sizes["hidden"], sizes["heads"]
     if sizes["head_size"] is None and hidden and heads and hidden % heads == 0:
         sizes["head_size"] = hidden // heads
-    if sizes["inter"] is None and model_type in _FOUR_TIMES and hidden:
-        sizes["inter"] = 4 * hidden
-    if sizes["experts"] and sizes["expert_inter"] is None:
-        sizes["expert_inter"] = sizes["inter"]
+    _complete_inter(config, str(model_type), sizes)
     per_layer = config.get("intermediate_size")
     blocks = _block_configs(config, hidden, heads)
     dtype = config.get("torch_dtype") or config.get("dtype") or outer.get("torch_dtype") or outer.get("dtype")
@@ -141,6 +138,20 @@ def base_from_config(config: Mapping[str, Any], *, source: str) -> Base:
         dtype=dtype if isinstance(dtype, str) else None,
         **sizes,
     )
+
+
+def _complete_inter(config: Mapping[str, Any], model_type: str, sizes: dict[str, int | None]) -> None:
+    """Intermediate sizes where a family states them in a way of its own."""
+    hidden, inter = sizes["hidden"], sizes["inter"]
+    if inter is None and model_type in _FOUR_TIMES and hidden:
+        inter = hidden * (_first(config, ("expansion_ratio",)) or 4)
+    if sizes["experts"] and sizes["expert_inter"] is None:
+        sizes["expert_inter"] = inter
+    if model_type == "qwen" and inter:
+        inter //= 2  # the first Qwen states gate and up together
+    if model_type.startswith("llama4"):
+        inter = _first(config, ("intermediate_size_mlp",)) or inter
+    sizes["inter"] = inter
 
 
 def _kv_heads(config: Mapping[str, Any], model_type: str, heads: int | None) -> int | None:
