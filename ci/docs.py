@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from adapter_slots.metrics import FAMILIES
+from adapter_slots.transitions import TRANSITIONS
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -25,7 +26,18 @@ def metrics_table() -> str:
     return "\n".join(rows)
 
 
-GENERATED = {("docs/metrics.md", "metrics"): metrics_table}
+def slot_states() -> str:
+    """The transition table of `adapter_slots.transitions`, drawn and in words."""
+    lines = ["```mermaid", "stateDiagram-v2"]
+    ids = {state: state.replace("→", "_to_").replace(" ", "_") for row in TRANSITIONS for state in (row.state, row.to)}
+    lines += [f'    state "{state}" as {name}' for state, name in ids.items()]
+    lines += [f"    {ids[row.state]} --> {ids[row.to]}: {row.step}" for row in TRANSITIONS]
+    lines += ["```", "", "| state | step | to | when |", "| --- | --- | --- | --- |"]
+    lines += [f"| {row.state} | {row.step} | {row.to} | {row.when} |" for row in TRANSITIONS]
+    return "\n".join(lines)
+
+
+GENERATED = {("docs/metrics.md", "metrics"): metrics_table, ("docs/slot-states.md", "states"): slot_states}
 """(document, marker) -> what stands between the marker's two comments."""
 
 

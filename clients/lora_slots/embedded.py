@@ -95,7 +95,7 @@ def running(
             tokenizer_dir=prepared.base,
             registry=prepared.registry,
             engine_url=f"127.0.0.1:{ports.grpc}",
-            router=router or {},
+            router={"base_dir": str(prepared.base), **(router or {})},
             engine={"exclude_input_in_output": "true", **(engine or {})},
             with_router=with_router,
         )
@@ -106,6 +106,7 @@ def running(
             grpc_port=ports.grpc,
             metrics_port=ports.metrics,
             log_path=log_path,
+            control_models=True,
         )
         with TritonServer(stack) as server:
             yield server

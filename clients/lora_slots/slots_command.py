@@ -11,7 +11,7 @@ Url = Annotated[str | None, typer.Option(help="host:port of Triton's gRPC door; 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Names = Annotated[list[str], typer.Argument(help="Adapter names.")]
 
-slots = typer.Typer(no_args_is_help=True, help="The adapters in the engine's slots: status, warm, pin, unpin, evict.")
+slots = typer.Typer(no_args_is_help=True, help="The adapters in the engine's slots.")
 
 
 def register(app: typer.Typer) -> None:
@@ -55,6 +55,43 @@ def status(url: Url = None, as_json: Json = False) -> None:
     )
     if answer["registry_problem"]:
         console.print(f"registry broken, the last good one is in use: {answer['registry_problem']}", highlight=False)
+
+
+@slots.command()
+def explain(name: Annotated[str, typer.Argument(help="Adapter name.")], url: Url = None, as_json: Json = False) -> None:
+    """Everything known of one adapter: source, verdict, tier, story, last loads, and whom the engine drops next.
+
+    Example: lora-slots slots explain pirate
+    """
+    answer = _operate(url, "explain", adapter=name)
+    if as_json:
+        typer.echo(json.dumps(answer, indent=1))
+        return
+    story = answer.pop("story")
+    for key, value in answer.items():
+        typer.echo(f"{key:<14} {value if value is not None else '-'}")
+    for line in story:
+        typer.echo(f"{line['ago_s']:>10.1f} s ago  {line['what']}")
+
+
+@slots.command()
+def pools(url: Url = None, as_json: Json = False) -> None:
+    """Slots reserved for groups of adapters, and how many each group has now."""
+    answer = _operate(url, "status")["pools"]
+    if as_json:
+        typer.echo(json.dumps(answer, indent=1))
+        return
+    for name, pool in answer.items():
+        typer.echo(f"{name}: {pool['used']} used, {pool['reserved']} reserved, cap {pool['cap'] or 'none'}")
+    if not answer:
+        typer.echo("no pools; adapters.yaml can define some")
+
+
+@slots.command()
+def drain(off: Annotated[bool, typer.Option("--off", help="Grant leases again.")] = False, url: Url = None) -> None:
+    """Grant nothing new, and let running leases end; --off takes it back."""
+    _operate(url, "drain", on=not off)
+    typer.echo("granting again" if off else "draining: running leases end, new ones are refused")
 
 
 @slots.command()

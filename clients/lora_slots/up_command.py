@@ -87,7 +87,11 @@ def _run(wishes: Wishes, console: Console) -> None:
     with Bars(console) as bars:
         prepared = embedded.prepare(wishes.adapters, progress=bars.report)
     _say(console, "starting Triton …")
-    router = {"num_slots": str(wishes.slots), "idle_s": str(wishes.idle_s)}
+    router = {
+        "num_slots": str(wishes.slots),
+        "idle_s": str(wishes.idle_s),
+        "state_file": str(prepared.registry.with_name("warm.json")),
+    }
     with embedded.running(prepared, ports=ports, router=router) as server, address.published(server.grpc_url):
         _warm(server.grpc_url, wishes.adapters, console)
         _say(console, f"ready after {time.monotonic() - started:.1f} s\n")
@@ -96,6 +100,7 @@ def _run(wishes: Wishes, console: Console) -> None:
 
 def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Console) -> None:
     from lora_slots import demo
+    from lora_slots.supervisor import supervise
     from lora_slots.text import Tokenizer
 
     prompt = wishes.prompt or str(examples.styles().DEMO_PROMPT)
@@ -111,7 +116,7 @@ def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Co
     for problem in _failures(answers):
         _say(console, problem)
     _say(console, _ready_lines(server, text, next(iter(wishes.adapters), None)))
-    server.wait()
+    supervise(server, lambda line: _say(console, line))
 
 
 def _warm(url: str, adapters: Iterable[str], console: Console) -> None:

@@ -163,6 +163,11 @@ class Missed:
 
 
 @dataclass(frozen=True, slots=True)
+class Doubted:
+    """The engine may have been restarted: look at every slot now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """The time that `next_deadline` named has come."""
 
@@ -181,6 +186,7 @@ Event = (
     | PromoteFailed
     | Touched
     | Missed
+    | Doubted
     | Ticked
 )
 

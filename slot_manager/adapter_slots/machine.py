@@ -30,6 +30,7 @@ from adapter_slots.errors import EventRefused
 from adapter_slots.events import (
     Acquired,
     Added,
+    Doubted,
     Drained,
     Effect,
     Event,
@@ -87,6 +88,8 @@ class SlotMachine(Membership):
                 self._touched(self._touching(adapter), event, now)
             case Missed(adapter):
                 self._missed(self._adapter(adapter), now)
+            case Doubted():
+                self._doubted(now)
             case Ticked():
                 self._ticked(now)
             case Pinned(adapter):
@@ -232,10 +235,12 @@ class SlotMachine(Membership):
             adapter.warming = not adapter.removed and not self.draining
             if adapter.warming:
                 self._want(adapter, now)
-            for other in self._in_slot.values():
-                # where one was lost, others may be: a restarted engine has forgotten them all
-                if other.moving is None and other.touched_at < now:
-                    self._touch(other, now)
+            self._doubted(now)  # where one was lost, others may be: a restarted engine has forgotten them all
+
+    def _doubted(self, now: float) -> None:
+        for adapter in self._in_slot.values():
+            if adapter.moving is None and adapter.touch_began < now:
+                self._touch(adapter, now)
 
     def _advance(self, now: float) -> None:
         binding = any(a.moving is Tier.SLOT for a in self._in_slot.values())

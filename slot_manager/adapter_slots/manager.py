@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,14 @@ from adapter_slots import warm_set
 from adapter_slots.catalog import Catalog
 from adapter_slots.errors import (
     BadRequest,
-    BundleGone,
     Draining,
-    EngineFull,
-    EngineMiss,
     EventRefused,
     SlotError,
-    TierError,
 )
 from adapter_slots.events import (
     Acquired,
     Added,
+    Doubted,
     Drained,
     Effect,
     Event,
@@ -51,12 +48,11 @@ from adapter_slots.events import (
     Ticked,
     Tier,
     Touch,
-    Touched,
     Unpinned,
     Warmed,
 )
 from adapter_slots.machine import SlotMachine
-from adapter_slots.metrics import Metrics, deliver
+from adapter_slots.metrics import LORA_INFO, Metrics, deliver
 from adapter_slots.mover import Mover
 from adapter_slots.ports import Clock, MetricSink
 from adapter_slots.refusals import refused_event, refused_lease
@@ -100,6 +96,7 @@ class SlotManager:
         self._restoring = state_file is not None
         self._clock = clock
         self._metrics = Metrics()
+        self._info: Mapping[str, str] = {}
         self._lock = threading.Lock()
         self._owners: dict[str, Owner] = {}
         self._loop = asyncio.new_event_loop()
@@ -178,6 +175,10 @@ class SlotManager:
         """Bring an adapter into a slot once, without waiting for it. Raises SlotError."""
         self._post(Warmed(self._known(self._catalog.resolve(name))))
 
+    def verify(self) -> None:
+        """Look at every slot: the engine may have been restarted."""
+        self._post(Doubted())
+
     def drain(self, on: bool = True) -> None:
         """Grant nothing new (on), or again (off); running leases end in peace."""
         self._post(Drained(on))
@@ -212,7 +213,7 @@ class SlotManager:
                 self._owners[owner[0]] = owner[1]
             elif isinstance(event, Released):
                 self._owners.pop(event.lease, None)
-            self._metrics.observe(event, effects)
+            self._metrics.observe(event, effects, self._machine)
             for effect in effects:
                 self._carry_out(effect, told)
             self._rearm(self._machine.next_deadline())
@@ -255,7 +256,9 @@ class SlotManager:
 
     async def _promote(self, digest: str, tier: Tier) -> None:
         began = self._clock()
-        event = await self._move(digest, tier)
+        event = await self._mover.move(digest, tier)
+        if isinstance(event, Promoted) and event.facts is not None:
+            self._catalog.learnt(digest, event.facts.task_id)
         seconds = self._clock() - began
         with self._lock:
             self._metrics.promoted(tier, seconds)
@@ -265,30 +268,10 @@ class SlotManager:
             self._log(log.info, "promoted", digest, tier=tier.name, seconds=round(seconds, 4))
         self._post_quietly(event)
 
-    async def _move(self, digest: str, tier: Tier) -> Promoted | PromoteFailed:
-        try:
-            if tier is Tier.DISK:
-                facts = await self._mover.to_disk(digest)
-                self._catalog.learnt(digest, facts.task_id)
-                return Promoted(digest, tier, facts)
-            await (self._mover.to_host(digest) if tier is Tier.HOST else self._mover.to_slot(digest))
-            return Promoted(digest, tier)
-        except TierError as error:
-            lost = isinstance(error, EngineFull) and error.lost_idle
-            gone = isinstance(error, BundleGone)
-            return PromoteFailed(digest, tier, str(error), error.transient, gone, engine_lost_idle=lost)
-        except Exception as error:  # noqa: BLE001 - rule 6: every move ends in exactly one event
-            return PromoteFailed(digest, tier, f"{type(error).__name__}: {error}")
-
     async def _touch(self, digest: str) -> None:
-        try:
-            await self._mover.touch(digest)
-            event = Touched(digest)
-        except EngineMiss:
-            event = Touched(digest, missed=True)
-        except Exception as error:  # noqa: BLE001 - rule 6; what is wrong with the engine shows at the next bind
-            event = Touched(digest, failed=True)
-            self._log(log.warning, "touch failed", digest, why=str(error))
+        event = await self._mover.look(digest)
+        if event.failed:
+            self._log(log.warning, "touch failed", digest)
         self._post_quietly(event)
 
     async def _restore(self) -> None:
@@ -342,7 +325,11 @@ class SlotManager:
             with self._lock:
                 self._metrics.measure(self._machine)
                 sums, gauges = self._metrics.take()
+                info = self._metrics.lora_info(self._machine)
             deliver(self._sink, sums, gauges)
+            if info != self._info:
+                self._info = info
+                self._sink.only(LORA_INFO, info).set(time.time())
         if not self._closing:
             self._loop.call_later(self._machine.config.tick_s, self._housekeeping)
 

@@ -55,9 +55,19 @@ FAMILIES: Mapping[str, Family] = {
     "lora_slots_slots": Family("gauge", (), "Slots there are"),
     "lora_slots_leases": Family("gauge", ("state",), "Leases now: running or waiting"),
     "lora_slots_pinned": Family("gauge", (), "Pinned adapters"),
+    "lora_slots_adapter_failures_total": Family(
+        "counter", ("adapter",), "Failed promotions by adapter, the rest as `other`"
+    ),
+    "vllm:lora_requests_info": Family(
+        "gauge", ("max_lora", "running_lora_adapters", "waiting_lora_adapters"), "When it changed, seconds since 1970"
+    ),
     "lora_slots_cache_pages_free": Family("gauge", (), "Pages the engine's LoRA cache has free, by the mirror"),
 }
 
+MAX_LABELS = 64
+"""Adapters that get a label of their own in a family."""
+LORA_INFO = "vllm:lora_requests_info"
+"""The family by which routers made for vLLM find the instance that has an adapter."""
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -67,14 +77,16 @@ class Metrics:
     def __init__(self) -> None:
         self._sums: Counter[Key] = Counter()
         self._gauges: dict[Key, float] = {}
+        self._labels: set[str] = set()
 
-    def observe(self, event: Event, effects: list[Effect]) -> None:
+    def observe(self, event: Event, effects: list[Effect], machine: SlotMachine) -> None:
         """Count one event and its effects."""
         match event:
             case Missed() | Touched(missed=True):
                 self._add("lora_slots_engine_misses_total")
-            case PromoteFailed(tier=tier):
+            case PromoteFailed(tier=tier, adapter=adapter):
                 self._add("lora_slots_promotions_failed_total", tier=tier.name)
+                self._add("lora_slots_adapter_failures_total", adapter=self._label(machine, adapter))
         for effect in effects:
             match effect:
                 case Grant(found_in=tier, waited_s=seconds):
@@ -95,6 +107,15 @@ class Metrics:
         """A promotion took this long."""
         self._add("lora_slots_promote_seconds_total", seconds, tier=tier.name)
 
+    def _label(self, machine: SlotMachine, digest: str) -> str:
+        """The adapter's name, as long as few were seen: labels must not grow with the fleet."""
+        adapter = machine.adapters.get(digest)
+        name = adapter.name if adapter else "other"
+        if name in self._labels or len(self._labels) < MAX_LABELS:
+            self._labels.add(name)
+            return name
+        return "other"
+
     def measure(self, machine: SlotMachine) -> None:
         """Read the gauges off the machine."""
         tiers = Counter(adapter.tier for adapter in machine.adapters.values())
@@ -106,6 +127,16 @@ class Metrics:
         self._gauge("lora_slots_slots", machine.config.num_slots)
         self._gauge("lora_slots_pinned", sum(adapter.pinned for adapter in machine.adapters.values()))
         self._gauge("lora_slots_cache_pages_free", machine.mirror.free_pages)
+
+    def lora_info(self, machine: SlotMachine) -> Mapping[str, str]:
+        """Labels of LORA_INFO: adapters with running requests, adapters waited for, slots."""
+        running = sorted(a.name for a in machine.adapters.values() if a.leases)[:MAX_LABELS]
+        waiting = sorted(a.name for a in machine.adapters.values() if a.waiting)[:MAX_LABELS]
+        return {
+            "max_lora": str(machine.config.num_slots),
+            "running_lora_adapters": ",".join(running),
+            "waiting_lora_adapters": ",".join(waiting),
+        }
 
     def take(self) -> tuple[Mapping[Key, float], Mapping[Key, float]]:
         """(sums since the last call, gauges): hand them to `deliver` outside the lock."""

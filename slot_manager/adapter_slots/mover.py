@@ -15,8 +15,16 @@ import structlog
 
 from adapter_slots import host
 from adapter_slots.disk import DiskTier
-from adapter_slots.errors import AdapterRejected, BundleGone, MoveRejected, StoreUnavailable, TierError
-from adapter_slots.events import Facts
+from adapter_slots.errors import (
+    AdapterRejected,
+    BundleGone,
+    EngineFull,
+    EngineMiss,
+    MoveRejected,
+    StoreUnavailable,
+    TierError,
+)
+from adapter_slots.events import Facts, Promoted, PromoteFailed, Tier, Touched
 from adapter_slots.host import Region
 from adapter_slots.ports import Engine
 from adapter_slots.registry import Entry
@@ -57,6 +65,30 @@ class Mover:
         if not self._disk.has(entry.digest) and (entry.is_remote or (Path(entry.path) / ADAPTER_CONFIG).is_file()):
             return None
         return self._open(entry)
+
+    async def move(self, digest: str, tier: Tier) -> Promoted | PromoteFailed:
+        """Promote an adapter; whatever goes wrong is in the one event that comes back."""
+        try:
+            if tier is Tier.DISK:
+                return Promoted(digest, tier, await self.to_disk(digest))
+            await (self.to_host(digest) if tier is Tier.HOST else self.to_slot(digest))
+            return Promoted(digest, tier)
+        except TierError as error:
+            lost = isinstance(error, EngineFull) and error.lost_idle
+            gone = isinstance(error, BundleGone)
+            return PromoteFailed(digest, tier, str(error), error.transient, gone, engine_lost_idle=lost)
+        except Exception as error:  # noqa: BLE001 - every move ends in exactly one event
+            return PromoteFailed(digest, tier, f"{type(error).__name__}: {error}")
+
+    async def look(self, digest: str) -> Touched:
+        """Touch an adapter: does the engine hold it? Ends in exactly one event."""
+        try:
+            await self._engine.touch(self._bundles[digest].task_id)
+        except EngineMiss:
+            return Touched(digest, missed=True)
+        except Exception:  # noqa: BLE001 - what is wrong with the engine shows at the next bind
+            return Touched(digest, failed=True)
+        return Touched(digest)
 
     async def to_disk(self, digest: str) -> Facts:
         """REMOTE -> DISK: fetch, check every byte, convert a raw adapter. Raises TierError."""
@@ -99,10 +131,6 @@ class Mover:
     async def engine_ready(self) -> bool:
         """Whether the engine takes requests."""
         return await self._engine.ready()
-
-    async def touch(self, digest: str) -> None:
-        """One token under the adapter's task id. Raises EngineMiss or another TierError."""
-        await self._engine.touch(self._bundles[digest].task_id)
 
     async def leave_host(self, digest: str) -> None:
         """Unmap the adapter's region. Cannot fail: what goes wrong is logged."""

@@ -49,3 +49,7 @@ class MetricSink(Protocol):
     def series(self, name: str, labels: Mapping[str, str]) -> Metric:
         """The series of a family (see docs/metrics.md) with these labels; made on first use."""
         ...
+
+    def only(self, name: str, labels: Mapping[str, str]) -> Metric:
+        """The one series of a family whose labels are its content: any other of the family is dropped."""
+        ...

@@ -22,7 +22,7 @@ FIRST_TOKEN_S = 30.0
 ANONYMOUS_MARGIN_S = 2.0
 GUESSED_TOKEN_S = 0.1
 
-OPERATIONS = ("status", "explain", "lease", "end", "missed", "warm", "pin", "unpin", "evict", "drain")
+OPERATIONS = ("status", "explain", "lease", "end", "missed", "verify", "warm", "pin", "unpin", "evict", "drain")
 Reply = Callable[[Mapping[str, Any]], None]
 Fail = Callable[[SlotError], None]
 
@@ -93,6 +93,9 @@ class Router:
                     self._lease(values, reply, fail)
                 case "end":
                     reply({"ended": self.end(_text(values, "request_id"), int(values.get("tokens", 0)))})
+                case "verify":
+                    self._manager.verify()
+                    reply({"op": op})
                 case "missed":
                     self._manager.missed(_text(values, "adapter"))
                     reply({"op": op})

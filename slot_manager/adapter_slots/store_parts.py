@@ -6,6 +6,7 @@ lost before the data was on disk) costs a second transfer: the sha256 over every
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import threading
@@ -19,6 +20,8 @@ from adapter_slots.errors import DiskFailed
 from adapter_slots.store import StoredFile, disk_error
 
 _READ = 2**20
+_libc = ctypes.CDLL(None)
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,11 @@ class PartFile:
             raise disk_error(error, self._path) from None
 
     def done(self, part: Part) -> None:
-        """All bytes of the part are written."""
+        """All bytes of the part are written; they begin their way to the disk, so that an fsync later is short."""
+        begin, length = ctypes.c_int64(part.start), ctypes.c_int64(part.num_bytes)
+        _libc.sync_file_range(
+            self._handle, begin, length, _SYNC_FILE_RANGE_WRITE
+        )  # only a hint: fsync has the last word
         with self._lock:
             self._whole.add(part.start)
 

@@ -24,6 +24,9 @@ class StackConfig:
     """What Triton grants requests in flight when it stops."""
     complete_configs: bool = True
     """Every config.pbtxt is complete: loading skips Triton's guessing (1.1 s a model)."""
+    control_models: bool = False
+    """All models are loaded, and one that died can be loaded again (Triton's explicit mode); readiness is then judged
+    model by model, since a model that died stays "unloading" for ever."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the server and of its Python models."""
     arguments: tuple[str, ...] = ()

@@ -81,4 +81,16 @@ class ServerDied(StackError):
 
 
 class StubDied(ServerDied):
-    """The process of a Python model ended; every request to that model would fail from now on."""
+    """The process of a Python model ended; every request to that model would fail from now on.
+
+    `instances` are the model instances as Triton calls them (`model_0_0`).
+    """
+
+    def __init__(self, message: str, *, log_tail: str, instances: Sequence[str]) -> None:
+        super().__init__(message, returncode=None, log_tail=log_tail)
+        self.instances = tuple(instances)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models of those instances."""
+        return tuple(dict.fromkeys(name.rsplit("_", 2)[0] for name in self.instances))

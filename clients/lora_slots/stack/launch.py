@@ -125,6 +125,8 @@ def command(home: Path, config: StackConfig, ports: Ports, folder: Path) -> list
         argv += [f"--{door}-address={LOOPBACK}", f"--{door}-port={port}"]
     argv += [f"--exit-timeout-secs={config.exit_timeout_s}"]
     argv += [f"--backend-config=python,shm-region-prefix-name={name}-"]
+    if config.control_models:
+        argv += ["--model-control-mode=explicit", "--load-model=*", "--strict-readiness=false"]
     if config.complete_configs:
         argv += ["--disable-auto-complete-config"]
     return [*argv, *config.arguments]

@@ -12,6 +12,7 @@ from lora_slots.stack.config import LOOPBACK, Ports
 from lora_slots.stack.ports import listening_inodes, sockets_of
 
 _TIMEOUT_S = 2.0
+_LOAD_S = 120.0
 
 
 def is_ready(port: int) -> bool:
@@ -50,6 +51,7 @@ class StubWatch:
     grace_s: float = 1.0
     _instances: dict[int, str] = field(default_factory=dict)
     _dead_since: dict[int, float] = field(default_factory=dict)
+    _buried: set[int] = field(default_factory=set)
 
     def dead(self, now: float) -> list[str]:
         """The model instances whose stub is dead, as Triton calls them (`model_0_0`); `now` in seconds."""
@@ -60,8 +62,20 @@ class StubWatch:
             elif pid not in self._instances:
                 self._instances[pid] = _instance(pid)
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in zombies}
-        late = [pid for pid, since in self._dead_since.items() if now - since >= self.grace_s]
-        return [self._instances.get(pid, f"process {pid}") for pid in late]
+        late = [
+            pid for pid, since in self._dead_since.items() if now - since >= self.grace_s and pid not in self._buried
+        ]
+        return [self._instances.get(pid, f"process {pid}") for pid in late if pid not in self._buried]
+
+    def bury(self) -> None:
+        """Forget those that are dead now: their models were loaded anew (Triton keeps the zombies)."""
+        self._buried |= self._dead_since.keys()
+
+
+def load_model(port: int, model: str) -> str:
+    """Ask the Triton on this HTTP port to load a model (again); why it did not, or ""."""
+    status, body = _ask("POST", port, f"/v2/repository/models/{model}/load", timeout_s=_LOAD_S)
+    return "" if status == http.client.OK else body.decode("utf-8", "replace") or "it does not answer"
 
 
 def _children(server: int) -> Iterable[tuple[int, str]]:
@@ -88,10 +102,14 @@ def _instance(pid: int) -> str:
 
 
 def _get(port: int, path: str) -> tuple[int, bytes]:
+    return _ask("GET", port, path, timeout_s=_TIMEOUT_S)
+
+
+def _ask(method: str, port: int, path: str, *, timeout_s: float) -> tuple[int, bytes]:
     """(status, body), status 0 where nothing sensible answers. Never kept alive: Triton's exit would wait for it."""
-    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
     try:
-        connection.request("GET", path, headers={"Connection": "close"})
+        connection.request(method, path, headers={"Connection": "close"})
         response = connection.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException):

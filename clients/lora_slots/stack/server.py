@@ -116,8 +116,20 @@ class TritonServer:
         if dead:
             raise StubDied(
                 f"the Python process of {', '.join(dead)} ended; Triton does not restart it, so this server must be",
-                returncode=None, log_tail=self.log_tail(),
+                log_tail=self.log_tail(), instances=dead,
             )  # fmt: skip
+
+    def reload(self, model: str) -> None:
+        """Load a model anew whose Python process died, and forget that death. Needs `control_models`.
+
+        Raises StackError if Triton cannot load it.
+        """
+        if self._stubs is None:
+            raise StackError("the embedded Triton is not running")
+        why = probe.load_model(self.ports.http, model)
+        if why:
+            raise StackError(f"{model} cannot be loaded again: {why}", log_tail=self.log_tail())
+        self._stubs.bury()
 
     def wait(self, timeout_s: float | None = None, *, every_s: float = 0.5) -> None:
         """Return after `timeout_s` (None: never). Raises as `poll` as soon as something died."""

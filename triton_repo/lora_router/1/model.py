@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
 from adapter_slots.metrics import FAMILIES
 from lora_slots.serving import open_service
 
@@ -93,6 +94,12 @@ class TritonMetrics:
         if key not in self.made:
             self.made[key] = self.families[name].Metric(labels=labels)
         return self.made[key]
+
+    def only(self, name, labels):
+        """The one series of a family whose labels are its content."""
+        for key in [key for key in self.made if key[0] == name]:
+            del self.made[key]
+        return self.series(name, labels)
 
     def close(self):
         """Release every metric before the stub ends."""
