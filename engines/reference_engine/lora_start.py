@@ -37,7 +37,7 @@ def start_lora(shape: EngineShape, settings: Settings) -> LoraStore | None:
             log.warning("lora_plugin enabled, but no lora module enabled: setting useLoraPlugin to false")
         return None
     geometry = CacheGeometry.of(shape, optimal_rank=settings.optimal_rank, max_rank=settings.max_rank)
-    device_bytes = int(settings.device_fraction * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    device_bytes = int(settings.device_fraction * available_bytes())
     try:
         pages = [_pages(geometry, settings.host_bytes, "host"), _pages(geometry, device_bytes, "device")]
     except GeometryError as error:
@@ -50,6 +50,15 @@ def start_lora(shape: EngineShape, settings: Settings) -> LoraStore | None:
     if settings.prefetch_dir is not None:
         _prefetch(store, settings.prefetch_dir, shape.dtype)
     return store
+
+
+def available_bytes() -> int:
+    """Memory that programs can still have, page cache included; what is free without it may be next to nothing."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _pages(geometry: CacheGeometry, size: int, name: str) -> int:
