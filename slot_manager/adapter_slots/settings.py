@@ -82,9 +82,8 @@ class Settings:
             if name not in given:
                 continue
             try:
-                values[name] = (
-                    given[name] if kind == "str" else float(given[name]) if "float" in kind else int(given[name])
-                )
+                read = str if kind.startswith("str") else float if kind == "float" else int
+                values[name] = read(given[name])
             except ValueError:
                 problems.append(f"{name}: a number is expected, found {given[name]!r}")
         missing = [name for name in ("engine_dir", "registry", "engine_url") if name not in values]
