@@ -14,6 +14,7 @@ import io
 import json
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -107,7 +108,8 @@ def main(arguments: Sequence[str]) -> int:
         tuple(dict.fromkeys(options.fused)),
         options.tp,
     )
-    signal.signal(signal.SIGTERM, _terminate)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
@@ -160,7 +162,11 @@ def _summary(job: Job, bundle: Bundle | None) -> str:
     what = f"{len(plan.rows)} rows, rank {span}, {job.conversion.dtype}"
     if bundle is None:
         return f"{job.request.adapter}: can be converted: {what}"
-    return f"{bundle.adapter}: {what}, {bundle.num_bytes / 1e6:.1f} MB -> {bundle.path} (task id {bundle.task_id})"
+    return f"{bundle.adapter}: {what}, {_size(bundle.num_bytes)} -> {bundle.path} (task id {bundle.task_id})"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 100_000 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def _json(job: Job, bundle: Bundle | None) -> str:

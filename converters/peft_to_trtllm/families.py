@@ -175,16 +175,21 @@ def leaves_of(base: Base | None) -> Mapping[str, Leaf]:
     return FAMILIES.get(base.model_type, {})
 
 
+def leaf_name(leaf: str) -> str:
+    """A leaf path as the tables spell it: `mlp.experts.*.up_proj` for every expert."""
+    return _EXPERT.sub("*", leaf, count=1)
+
+
 def find_leaf(leaf: str, base: Base | None) -> tuple[Leaf | None, int | None]:
     """(meaning, expert number) of a leaf path such as `mlp.experts.3.up_proj`; the meaning is None without a rule."""
     match = _EXPERT.search(leaf)
     expert = int(match.group()) if match else None
-    name = _EXPERT.sub("*", leaf, count=1)
+    name = leaf_name(leaf)
     return leaves_of(base).get(name) or COMMON.get(name), expert
 
 
 def families_with(leaf: str) -> list[str]:
     """model_types that have a rule for this leaf: what a base's config.json would have to say."""
-    name = _EXPERT.sub("*", leaf, count=1)
+    name = leaf_name(leaf)
     known = [family for family, leaves in FAMILIES.items() if name in leaves]
     return known + ["chatglm"] * (name in _CHATGLM or name in _CHATGLM1)

@@ -94,8 +94,9 @@ def read_settings(config: Mapping[str, Any], *, has_base_weights: bool, problems
     Nothing is raised: what is wrong is added to `problems`, and the returned value is then only good for finding
     further problems.
     """
+    if not _check_type(config, problems):
+        return Settings()  # the fields are another method's: nothing more can be said of them
     reader = _Reader(config, problems)
-    _check_type(config, problems)
     for name, (rule, advice) in MUST_BE_OFF.items():
         if _is_on(config.get(name)):
             problems.add(rule, f"adapter_config.json {name}", f"{name} is {_short(config[name])}", advice)
@@ -132,10 +133,10 @@ def read_settings(config: Mapping[str, Any], *, has_base_weights: bool, problems
     )
 
 
-def _check_type(config: Mapping[str, Any], problems: Findings) -> None:
+def _check_type(config: Mapping[str, Any], problems: Findings) -> bool:
     kind = config.get("peft_type")
     if kind == "LORA":
-        return
+        return True
     if kind is None and ("fine_tune_type" in config or "lora_parameters" in config):
         found = "an MLX adapter (fine_tune_type, lora_parameters): its factors are transposed and its scale is another"
     else:
@@ -146,6 +147,7 @@ def _check_type(config: Mapping[str, Any], problems: Findings) -> None:
         found,
         "only peft_type LORA can be converted; another method must be merged into the base, or retrained as LoRA",
     )
+    return False
 
 
 def _check_bias(config: Mapping[str, Any], problems: Findings) -> None:

@@ -31,7 +31,7 @@ def collect_modules(tensors: Mapping[str, Tensor], report: Report) -> list[Adapt
     for key, tensor in tensors.items():
         meaning = parse_key(key)
         if isinstance(meaning, Ignored):
-            report.ignored.append(key)
+            report.ignored[key] = meaning.why
         elif isinstance(meaning, Refused):
             problems.add(meaning.rule, key, meaning.found, meaning.wanted)
         else:

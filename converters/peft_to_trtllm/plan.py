@@ -11,7 +11,7 @@ from typing import NamedTuple
 from peft_to_trtllm.base import Base
 from peft_to_trtllm.dims import SYMBOLS, Dimensions
 from peft_to_trtllm.experts import experts_leaf, place_experts
-from peft_to_trtllm.families import DECODER_PREFIX, NO_MODULE, Leaf, families_with, find_leaf
+from peft_to_trtllm.families import DECODER_PREFIX, NO_MODULE, Leaf, families_with, find_leaf, leaf_name
 from peft_to_trtllm.fields import Settings
 from peft_to_trtllm.keys import PREFIX_WORDS, Place, Refused, parse_path
 from peft_to_trtllm.modules import Adapted
@@ -91,7 +91,7 @@ class Planner:
         return targets
 
     def _note(self, place: Place, factors: Factors, modules: tuple[str, ...], remark: str = "") -> None:
-        leaf = ".".join(place.leaf)
+        leaf = leaf_name(".".join(place.leaf))
         match = Match(leaf, place.layer, factors.rank, factors.scale, modules, remark)
         self.report.matches.append(match)
 

@@ -46,13 +46,18 @@ class Findings:
         return bool(self.counts)
 
     def lines(self) -> list[str]:
-        """One paragraph per problem, then how many more of the same rule there are."""
-        lines = []
+        """One paragraph per finding, with the first place it was found at; then what was counted but not kept."""
+        places: dict[tuple[str, str, str], list[str]] = {}
         for problem in self.kept:
-            lines.append(f"  {problem.where}: {problem.found}")
-            lines.append(f"      {problem.wanted} [{RULES_PAGE}#{problem.rule}]")
+            places.setdefault((problem.rule, problem.found, problem.wanted), []).append(problem.where)
+        kinds = Counter(rule for rule, _, _ in places)
+        lines = []
+        for (rule, found, wanted), where in places.items():
+            count = len(where) if kinds[rule] > 1 else self.counts[rule]
+            more = f" and {count - 1} more" if count > 1 else ""
+            lines += [f"  {where[0]}{more}: {found}", f"      {wanted} [{RULES_PAGE}#{rule}]"]
         for rule, count in self.counts.items():
-            if count > _KEPT_PER_RULE:
+            if count > _KEPT_PER_RULE and kinds[rule] > 1:
                 lines.append(f"  … and {count - _KEPT_PER_RULE} more of [{RULES_PAGE}#{rule}]")
         return lines
 
@@ -84,8 +89,8 @@ class Report:
     problems: Findings = field(default_factory=Findings)
     warnings: Findings = field(default_factory=Findings)
     matches: list[Match] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    """Tensors that are known to have no effect on the result."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Tensors that are known to have no effect on the result, and why."""
 
     @property
     def ok(self) -> bool:
@@ -113,6 +118,7 @@ class Report:
         for (module, rank, scale, targets, remark), layers in groups.items():
             target = " + ".join(targets) + (f"  ({remark})" if remark else "")
             rows.append((module, _ranges(layers), str(rank), f"{scale:.6g}", target))
+        rows += [(name, "", "", "", f"none: {why}") for name, why in self.ignored.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 

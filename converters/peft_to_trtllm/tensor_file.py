@@ -69,7 +69,7 @@ class Tensor(NamedTuple):
 
 
 class TensorFile:
-    """An open file of tensors. Close it, or use it as a context manager."""
+    """An open file of tensors, to be closed."""
 
     def __init__(self, path: Path, descriptor: int, tensors: Mapping[str, Tensor]) -> None:
         self.path = path
@@ -77,12 +77,6 @@ class TensorFile:
         self._descriptor = descriptor
         self._scratch: dict[str, Array] = {}
         self._held: dict[str, Tensor] = {}
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file; open arrays stay valid."""

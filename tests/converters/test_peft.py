@@ -146,6 +146,29 @@ def test_pissa_saved_as_it_is_is_refused_and_converted_is_not(tmp_path: Path) ->
     assert {match.rank for match in report.matches} == {8}
 
 
+def test_what_only_training_used_is_ignored(tmp_path: Path) -> None:
+    """VeLoRA and MonteCLoRA leave tensors of theirs in the file; each is known by name, and ΔW is plain LoRA's."""
+    from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
+
+    for name, variant in (("velora_config", VeloraConfig()), ("monteclora_config", MontecloraConfig())):
+        folder = tmp_path / name
+        peft = trained(folder, LLAMA, r=4, target_modules=["q_proj"], **{name: variant})
+        wanted = {
+            (int(path.split("layers.")[1].partition(".")[0]), "attn_q"): module
+            for path, module in peft.base_model.model.named_modules()
+            if path.endswith("q_proj")
+        }
+        report = inspect(folder / "adapter", base=folder / "base", dtype="float32")
+        assert report.ignored
+        found = bundle_deltas(
+            convert(folder / "adapter", base=folder / "base", out=folder / "o", dtype="float32"), LLAMA_ROW_DIMS
+        )
+        for key, module in wanted.items():
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            delta = (b.double() @ a.double() * module.scaling["default"]).detach().numpy()
+            np.testing.assert_allclose(found[key], delta, rtol=1e-4, atol=1e-6)
+
+
 def test_every_field_of_pefts_config_has_a_verdict() -> None:
     """The table knows every field of the installed PEFT: a new one fails here before it is refused there."""
     from peft import LoraConfig
