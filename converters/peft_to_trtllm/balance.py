@@ -20,12 +20,16 @@ class RangeProblem(ValueError):
     """A row that the target type cannot hold; the message is one line."""
 
 
-def balance(largest_a: Floats, largest_b: Floats, target: str) -> npt.NDArray[np.intp] | None:
+def balance(
+    largest_a: Floats, largest_b: Floats, target: str, *, exact_a: bool = False, exact_b: bool = False
+) -> npt.NDArray[np.intp] | None:
     """Exponents k [r] with A[i] * 2^k and s·B[:, i] * 2^-k in range; None where nothing needs to move.
 
     Args:
         largest_a: largest magnitude of each row of A, float64 [r].
         largest_b: largest magnitude of each column of s·B, float64 [r].
+        exact_a, exact_b: the factor is of the target type already and does not shrink: small values lose nothing where
+            they are, and would if they moved.
 
     Raises:
         RangeProblem: a component overflows, or the whole row sinks below the target's precision.
@@ -34,7 +38,7 @@ def balance(largest_a: Floats, largest_b: Floats, target: str) -> npt.NDArray[np
     low = 2.0 ** (span.smallest_exponent + _COMFORT)
     both = (largest_a > 0) & (largest_b > 0)
     too_large = (largest_a > span.largest) | (largest_b > span.largest)
-    too_small = both & ((largest_a < low) | (largest_b < low))
+    too_small = both & ((largest_a < low) & (not exact_a) | (largest_b < low) & (not exact_b))
     if not (too_large.any() or too_small.any()):
         return None
     exponent_a, exponent_b = np.frexp(largest_a)[1], np.frexp(largest_b)[1]

@@ -18,6 +18,8 @@ from peft_to_trtllm.rows import Block, Plan, Row
 from peft_to_trtllm.tensor_file import Tensor
 from trtllm_lora.tensors import STORAGE
 
+_TYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
 Magnitude = Callable[[Row], Floats]
 """Gives the normalised DoRA magnitude [out] of a row, float64."""
 
@@ -59,7 +61,13 @@ def _fill(row: Row, block: Block, values: Array, loader: Loader, dtype: str, pro
     if not finite:
         return False
     try:
-        k = balance(largest_a, largest_b * abs(factors.scale), dtype)
+        k = balance(
+            largest_a,
+            largest_b * abs(factors.scale),
+            dtype,
+            exact_a=_TYPE_NAMES[dtype] == factors.a.dtype,
+            exact_b=_TYPE_NAMES[dtype] == factors.b.dtype and abs(factors.scale) >= 1,
+        )
     except RangeProblem as problem:
         advice = "another --dtype (bfloat16 or float32) that the engine also has"
         problems.add("range", f"{row.path} ({row.module}, layer {row.layer})", str(problem), advice)

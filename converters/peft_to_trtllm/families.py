@@ -135,7 +135,7 @@ FAMILIES: Mapping[str, Mapping[str, Leaf]] = {
     **dict.fromkeys(("falcon", "RefinedWeb", "RefinedWebModel"), _BLOOM),
     "internlm2": _INTERNLM2, "qwen": _QWEN, "baichuan": _BAICHUAN, "mpt": _MPT, "opt": _FC1_FC2, "xglm": _FC1_FC2,
     "phi": _PHI, "starcoder2": _STARCODER2, "gptj": _GPTJ, "codegen": _CODEGEN, "gpt_neo": _GPT_NEO,
-    "exaone": _EXAONE, "nemotron": _UNGATED, "arcee": _UNGATED, "dbrx": _DBRX,
+    "exaone": _EXAONE, "nemotron": _UNGATED, "arcee": _UNGATED, "apertus": _UNGATED, "dbrx": _DBRX,
 }  # fmt: skip
 """model_type of config.json -> leaves beside the common ones. ChatGLM has three layouts: `leaves_of`."""
 

@@ -132,6 +132,17 @@ def test_a_scale_that_would_overflow(converted: Any) -> None:
     assert_same(bundle_deltas(bundle, LLAMA_ROW_DIMS), llama_deltas(tensors, config), "float16")
 
 
+def test_what_is_exact_already_is_not_moved(converted: Any) -> None:
+    """A float16 adapter with small values and scale 1 is copied bit by bit into float16."""
+    tensors = {
+        key: (value * np.float32(1e-4 if "lora_B" in key else 1)).astype(np.float16)
+        for key, value in llama_tensors(layers=1).items()
+    }
+    weights = converted(tensors, {"lora_alpha": 4}, dtype="float16").weights()[0]
+    a, b = (tensors[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{x}.weight"] for x in "AB")
+    np.testing.assert_array_equal(weights[0], np.concatenate([a.reshape(-1), b.reshape(-1)]))
+
+
 def test_a_zero_factor_is_no_problem(converted: Any) -> None:
     """B of zeros (an untrained adapter) converts to rows of zeros beside any A."""
     tensors = {k: v * np.float32(0 if "lora_B" in k else 1e9) for k, v in llama_tensors().items()}
