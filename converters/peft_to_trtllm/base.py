@@ -36,6 +36,11 @@ _FOUR_TIMES = frozenset(
 )
 """Families whose intermediate size is 4 x hidden where the config does not state it."""
 
+_NO_GROUPS = frozenset(
+    {"gpt2", "gptj", "codegen", "gpt_neo", "gpt_neox", "bloom", "opt", "xglm", "persimmon", "mpt", "phi-msft", "qwen"}
+)
+"""Families with as many kv heads as heads, whatever else their config says."""
+
 
 class Base(NamedTuple):
     """What is known of the base. Sizes are whole numbers, or None where nobody states them."""
@@ -167,6 +172,8 @@ def _kv_heads(config: Mapping[str, Any], model_type: str, heads: int | None) -> 
         nested = config.get(name)
         if isinstance(nested, dict) and (found := _first(nested, ("kv_n_heads",))):
             return found
+    if model_type in _NO_GROUPS:
+        return heads
     return _first(config, ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")) or heads
 
 
