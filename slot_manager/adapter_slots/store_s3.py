@@ -29,7 +29,7 @@ from adapter_slots.store_parts import Part, PartFile
 if TYPE_CHECKING:
     from adapter_slots.store_wire import Crew, Exchange
 
-_READ = 256 * 2**10
+_READ = 2**20
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
 
 T = TypeVar("T")

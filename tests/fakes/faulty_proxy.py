@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import socketserver
+import ssl
 import struct
 import threading
 from collections.abc import Iterator
@@ -43,12 +44,13 @@ class FaultyProxy:
     """First line and Range of what came through."""
     stopping: threading.Event = field(default_factory=threading.Event)
     port: int = 0
+    tls: ssl.SSLContext | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def url(self) -> str:
         """Endpoint for a client."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     def pick(self, head: bytes) -> Fault | None:
         """Note a request, and the fault that falls on it."""
@@ -65,14 +67,18 @@ class FaultyProxy:
 
 
 @contextmanager
-def between(host: str, port: int) -> Iterator[FaultyProxy]:
-    """A proxy in front of host:port, for as long as the block runs."""
-    proxy = FaultyProxy((host, port))
+def between(host: str, port: int, tls: ssl.SSLContext | None = None) -> Iterator[FaultyProxy]:
+    """A proxy in front of host:port, for as long as the block runs; with `tls` clients speak HTTPS to it."""
+    proxy = FaultyProxy((host, port), tls=tls)
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             with suppress(OSError):  # either side went away
-                _serve(self.request, proxy)
+                if tls is None:
+                    _serve(self.request, proxy)
+                    return
+                with tls.wrap_socket(self.request, server_side=True) as encrypted:
+                    _serve(encrypted, proxy)
 
     class Server(socketserver.ThreadingTCPServer):
         daemon_threads = True

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from typing import Any
 import pytest
 from fakes import seaweed
 from fakes.bundles import small_bundle
-from fakes.faulty_proxy import Fault, FaultyProxy
+from fakes.faulty_proxy import Fault, FaultyProxy, between
 from fakes.seaweed import Seaweed
 
 from adapter_slots.errors import MoveCancelled, StoreCorrupt, StoreDenied, StoreMissing, StoreUnavailable, TierError
@@ -274,6 +277,65 @@ def test_parts_that_were_damaged_on_disk_are_fetched_again(
     with (into / WEIGHTS_FILE).open("r+b") as file:
         file.write(bytes(1000))
     assert fetch(url, into, quick) == bundle.digest
+    assert_same(bundle, into)
+
+
+# --- over TLS
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate for 127.0.0.1 with its key, in one file."""
+    if shutil.which("openssl") is None:
+        pytest.skip("making a certificate needs openssl")
+    file = tmp_path / "certificate.pem"
+    what = ["-subj", "/CN=store", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "1", "-nodes"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        *what,
+        "-keyout",
+        file,
+        "-out",
+        tmp_path / "public.pem",
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    file.write_text(file.read_text() + (tmp_path / "public.pem").read_text())
+    return file
+
+
+def test_https_is_checked_and_watched(
+    aws: None,
+    monkeypatch: pytest.MonkeyPatch,
+    store_server: Seaweed,
+    quick: StoreSettings,
+    bundle: Bundle,
+    upload: Upload,
+    into: Path,
+    certificate: Path,
+) -> None:
+    """An unknown certificate is refused, AWS_CA_BUNDLE makes it known, and a slow or cancelled exchange is cut too."""
+    url = upload(bundle.path, "x")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with between(store_server.host, store_server.port, context) as proxy:
+        settings = replace(quick, endpoint_url=proxy.url, attempts=2)
+        with pytest.raises(StoreUnavailable, match="SSLError"):
+            fetch(url, into, settings)
+        assert not proxy.requests
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+        proxy.faults.append(Fault("drip", WEIGHTS_FILE, times=1))
+        assert fetch(url, into, settings) == bundle.digest
+        proxy.faults.append(Fault("drip", WEIGHTS_FILE))
+        transfer = Transfer()
+        threading.Timer(0.3, transfer.cancelled.set).start()
+        with pytest.raises(MoveCancelled):
+            fetch(url, into, replace(settings, slow_window_s=60.0, read_timeout_s=60.0), transfer)
+        proxy.faults.clear()
+        assert fetch(url, into, settings) == bundle.digest
     assert_same(bundle, into)
 
 
