@@ -59,8 +59,8 @@ class StubWatch:
         for pid, state in _children(self.server):
             if state == "Z":
                 zombies.add(pid)
-            elif pid not in self._instances:
-                self._instances[pid] = _instance(pid)
+            elif pid not in self._instances and (instance := _instance(pid)):
+                self._instances[pid] = instance
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in zombies}
         late = [
             pid for pid, since in self._dead_since.items() if now - since >= self.grace_s and pid not in self._buried
@@ -92,13 +92,15 @@ def _children(server: int) -> Iterable[tuple[int, str]]:
             yield int(process.name), state
 
 
-def _instance(pid: int) -> str:
-    """The stub's last argument but one is the model instance."""
+def _instance(pid: int) -> str | None:
+    """The model instance a stub serves: its last argument but one. None while it is still the shell that becomes it."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
     except OSError:
-        return f"process {pid}"
-    return words[-2].decode("utf-8", "replace") if len(words) > 3 else f"process {pid}"
+        return None
+    if len(words) < 4 or not words[0].endswith(b"triton_python_backend_stub"):
+        return None
+    return words[-2].decode("utf-8", "replace")
 
 
 def _get(port: int, path: str) -> tuple[int, bytes]:
