@@ -25,17 +25,41 @@ COMMON = {
 }
 GATED = {"intermediate_size": 48, "num_key_value_heads": 2}
 GPT = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "n_inner": 48}
+WIDE, NARROW, PLAIN, ROTARY = (
+    {**GATED, "head_dim": 16},
+    {**GATED, "head_dim": 8},
+    {"intermediate_size": 48},
+    {**GPT, "rotary_dim": 4},
+)
 FAMILIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        (
-            "llama mistral qwen2 phi phi3 starcoder2 stablelm cohere olmo olmo2 nemotron granite smollm3 exaone4 arcee apertus"
-        ).split(),
-        GATED,
-    ),
-    **dict.fromkeys(("qwen3", "gemma", "gemma2", "gemma3_text"), {**GATED, "head_dim": 16}),
-    **dict.fromkeys(("glm", "glm4", "ernie4_5", "seed_oss"), {**GATED, "head_dim": 8}),
-    **dict.fromkeys(("gpt_neox", "persimmon"), {"intermediate_size": 48}),
-    **dict.fromkeys(("gptj", "codegen"), {**GPT, "rotary_dim": 4}),
+    "llama": GATED,
+    "mistral": GATED,
+    "qwen2": GATED,
+    "phi": GATED,
+    "phi3": GATED,
+    "starcoder2": GATED,
+    "stablelm": GATED,
+    "cohere": GATED,
+    "olmo": GATED,
+    "olmo2": GATED,
+    "nemotron": GATED,
+    "granite": GATED,
+    "smollm3": GATED,
+    "exaone4": GATED,
+    "arcee": GATED,
+    "apertus": GATED,
+    "qwen3": WIDE,
+    "gemma": WIDE,
+    "gemma2": WIDE,
+    "gemma3_text": WIDE,
+    "glm": NARROW,
+    "glm4": NARROW,
+    "ernie4_5": NARROW,
+    "seed_oss": NARROW,
+    "gpt_neox": PLAIN,
+    "persimmon": PLAIN,
+    "gptj": ROTARY,
+    "codegen": ROTARY,
     "gpt2": GPT,
     "gpt_bigcode": GPT,
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
