@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 
-from reference_engine.batch import Batch
+from reference_engine.batch import NO_GROUPS, Batch
 from reference_engine.engine_dir import EngineDirectory
 from reference_engine.graph import BLOCK_TOKENS, DecoderGraph
 from reference_engine.lora_sites import lora_sites
@@ -58,8 +58,8 @@ class Decoder:
         }
         self._dora = False
         self._stacked: dict[str, Floats] = {}
-        self._stack_version = -1
         self._compile()
+        self._warm_up()
 
     def _compile(self) -> None:
         kind = ov.Type.bf16 if self._bfloat16 else ov.Type.f32
@@ -71,16 +71,16 @@ class Decoder:
             "ENABLE_CPU_PINNING": False,
         }
         self._request = ov.Core().compile_model(graph.model, "CPU", options).create_infer_request()
-        del graph
-        self._weights.release()
+        self._packed = False
         for name, cache in self._caches.items():
             self._request.set_tensor(name, ov.Tensor(cache, ov.Shape(list(cache.shape)), kind))
-        self._stack_version = -1
+        self._stacked_from: tuple[LoraStack, int] | None = None
 
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one key/value block over all layers."""
-        return sum(cache[0].nbytes for cache in self._caches.values())
+    def _warm_up(self) -> None:
+        """One step of one token, so that the first request need not wait for weights to be packed."""
+        zero, ends = np.zeros(1, np.int32), np.array([0, 1], np.int32)
+        batch = Batch(zero, zero, zero, ends, zero, ends, zero, *NO_GROUPS, zero)
+        self.step(batch, LoraStack(self.sites, self._config.num_layers, 1))
 
     def step(self, batch: Batch, stack: LoraStack) -> Floats:
         """Run one step; logits [R, V] of the wanted rows, valid until the next step."""
@@ -106,6 +106,10 @@ class Decoder:
         longest = batch.past_lens_S + np.diff(batch.begins_S1)
         self._set("longest", np.array(longest.max(), np.int32))
         self._request.infer()
+        if not self._packed:
+            # weights are packed by the first step; what they were packed from is not needed in memory any more
+            self._weights.release()
+            self._packed = True
         logits: Floats = self._request.get_output_tensor(0).data
         return logits
 
@@ -113,10 +117,10 @@ class Decoder:
         self._request.set_tensor(name, ov.Tensor(np.asarray(array, order="C")))
 
     def _set_stack(self, stack: LoraStack) -> None:
-        if stack.version == self._stack_version:
+        if (stack, stack.version) == self._stacked_from:
             return
         # the request uses this memory and does not keep it alive
         self._stacked = dict(stack.arrays(dora=self._dora))
         for name, array in self._stacked.items():
             self._request.set_tensor(name, ov.Tensor(array, shared_memory=True))
-        self._stack_version = stack.version
+        self._stacked_from = (stack, stack.version)
