@@ -45,8 +45,8 @@ def _converter(settings: Settings) -> Converter | None:
     dtype = EngineShape.from_engine_config(engine).dtype
 
     def convert(adapter: Path, out: Path) -> Bundle:
-        from peft_to_trtllm import AdapterRefused, InputError
         from peft_to_trtllm import convert as peft_convert
+        from peft_to_trtllm.errors import AdapterRefused, InputError
 
         try:
             return peft_convert(adapter, base=base, engine=engine, out=out, dtype=dtype)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peft_to_trtllm.adapter import CONFIG, Adapter, open_adapter
 from peft_to_trtllm.base import Base, read_base
-from peft_to_trtllm.convert import convert_rows
 from peft_to_trtllm.errors import InputError
 from peft_to_trtllm.fields import Settings, read_settings
 from peft_to_trtllm.fuse import PARTS, fuse
 from peft_to_trtllm.load import Loader
 from peft_to_trtllm.modules import Adapted, collect_modules
+from peft_to_trtllm.numbers import convert_rows
 from peft_to_trtllm.plan import Planner
 from peft_to_trtllm.preflight import base_of_engine, check_engine, check_without_engine
 from peft_to_trtllm.report import Report
