@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     import typer
 
+    from peft_to_trtllm.file_hash import FileHash
     from peft_to_trtllm.job import Conversion, Job, Request
     from trtllm_lora import Bundle
 
@@ -90,6 +91,17 @@ def register(app: typer.Typer) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the command on its arguments and return the exit status."""
     options = parser().parse_args(arguments)
+    from peft_to_trtllm.file_hash import FileHash
+
+    hashing = FileHash(Path(options.adapter, "adapter_model.safetensors")) if options.out else None
+    try:
+        return _convert(options, hashing)
+    finally:
+        if hashing:
+            hashing.cancel()
+
+
+def _convert(options: argparse.Namespace, hashing: FileHash | None) -> int:
     from peft_to_trtllm.errors import InputError
     from peft_to_trtllm.job import Request
 
@@ -113,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
-        return _run(request, options.out if writes else None, options)
+        return _run(request, options.out if writes else None, options, hashing)
     except InputError as error:
         return _failed(str(error))
     except KeyboardInterrupt:
@@ -123,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
         return _failed("out of memory")
 
 
-def _run(request: Request, out: Path | None, options: argparse.Namespace) -> int:
+def _run(request: Request, out: Path | None, options: argparse.Namespace, hashing: FileHash | None) -> int:
     from peft_to_trtllm.api import convert_job
     from peft_to_trtllm.errors import AdapterRefused
     from peft_to_trtllm.job import Job
@@ -133,7 +145,7 @@ def _run(request: Request, out: Path | None, options: argparse.Namespace) -> int
         try:
             with _Progress(job) as progress:
                 if out is not None:
-                    bundle = convert_job(job, out, progress)
+                    bundle = convert_job(job, out, progress, hashing)
                 elif job.conversion:
                     for _ in job.conversion.rows(progress):
                         pass

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peft_to_trtllm.errors import AdapterRefused, InputError
+from peft_to_trtllm.file_hash import FileHash, stamp_of
 from peft_to_trtllm.job import Job, Progress, Request
 from peft_to_trtllm.report import Report
-from peft_to_trtllm.stream import BundleStream, FileHash
+from peft_to_trtllm.stream import BundleStream
 from trtllm_lora import Bundle, BundleError
 
 PathLike = str | os.PathLike[str]
@@ -82,14 +83,17 @@ def inspect(
         return job.report
 
 
-def convert_job(job: Job, out: Path, progress: Progress | None = None) -> Bundle:
-    """Write the bundle of a job that was judged; errors as for `convert`."""
+def convert_job(job: Job, out: Path, progress: Progress | None = None, hashing: FileHash | None = None) -> Bundle:
+    """Write the bundle of a job that was judged; errors as for `convert`.
+
+    `hashing` is the hash of the adapter's tensors, if it was begun before; it is used only if it is of the same file.
+    """
     ready = job.conversion
     if ready is None:
         raise AdapterRefused(job.report)
     source = ready.adapter.file.path
-    before = source.stat()
-    hashing = FileHash(source)
+    if hashing is None or hashing.path != source:
+        hashing = FileHash(source)
     try:
         with BundleStream(out, ready.plan.config(), ready.plan.width, ready.dtype) as stream:
             stream.begin()
@@ -98,8 +102,7 @@ def convert_job(job: Job, out: Path, progress: Progress | None = None) -> Bundle
             if job.report.problems:
                 raise AdapterRefused(job.report)
             digest = hashing.result()
-            after = source.stat()
-            if (after.st_mtime_ns, after.st_size) != (before.st_mtime_ns, before.st_size):
+            if hashing.stamp != ready.adapter.file.stamp or hashing.stamp != stamp_of(source.stat()):
                 raise InputError(f"{source}: changed while it was read")
             return stream.finish(ready.facts(digest))
     except BundleError as error:

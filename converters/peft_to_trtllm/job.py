@@ -67,7 +67,7 @@ class Conversion(NamedTuple):
     """The base's weights, which DoRA needs."""
 
     def rows(self, progress: Progress | None = None) -> Iterator[tuple[int, Array]]:
-        """(row number, values) of every row; see `convert.convert_rows`."""
+        """(row number, values) of every row; see `numbers.convert_rows`."""
         file, problems, weights = self.adapter.file, self.report.problems, self.weights
         loader = Loader(file)
         magnitude = (lambda row: weights.normalised(row, loader)) if weights else None

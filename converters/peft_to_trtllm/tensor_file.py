@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from peft_to_trtllm.file_hash import stamp_of
 from peft_to_trtllm.strict_json import JsonProblem, parse_object
 
 HEADER_LIMIT = 64 << 20
@@ -74,6 +75,7 @@ class TensorFile:
     def __init__(self, path: Path, descriptor: int, tensors: Mapping[str, Tensor]) -> None:
         self.path = path
         self.tensors = tensors
+        self.stamp = stamp_of(os.fstat(descriptor))
         self._descriptor = descriptor
         self._scratch: dict[str, Array] = {}
         self._held: dict[str, Tensor] = {}
