@@ -36,11 +36,21 @@ def main() -> NoReturn:
 def _run() -> int:
     import typer
 
-    from lora_slots import convert_command, generate_command, plan_command, repo_command, slots_command, up_command
+    from lora_slots import (
+        convert_command,
+        engine_command,
+        generate_command,
+        merge_command,
+        plan_command,
+        repo_command,
+        slots_command,
+        up_command,
+    )
 
     app = typer.Typer(name="lora-slots", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(lora_slots)
-    for command in (up_command, convert_command, generate_command, slots_command, plan_command, repo_command):
+    first = (up_command, convert_command, generate_command, slots_command)
+    for command in (*first, engine_command, repo_command, plan_command, merge_command):
         command.register(app)
     usage_error = _usage_error(typer.BadParameter)
     try:

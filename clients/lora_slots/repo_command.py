@@ -55,7 +55,7 @@ def render(
     profile: Annotated[Path, typer.Argument(help="Engine profile (YAML).")],
     engine: Annotated[Path, typer.Option(help="Directory of the built engine, as Triton sees it.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Model repository to write.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer directory; default: <engine>/base.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer directory; default: the engine's own.")] = None,
     registry: Annotated[Path, typer.Option(help="adapters.yaml of the slot manager.")] = Path("adapters.yaml"),
     grpc: Annotated[str, typer.Option(help="host:port of this Triton's gRPC door.")] = "127.0.0.1:8001",
     backend: Annotated[
@@ -116,7 +116,7 @@ def _config(
         del router["lora_cache_device_pages"]
     return RepositoryConfig(
         engine_dir=engine.absolute(),
-        tokenizer_dir=(tokenizer or engine / "base").absolute(),
+        tokenizer_dir=(tokenizer or _own_tokenizer(engine)).absolute(),
         registry=registry.absolute(),
         engine_url=grpc,
         max_batch_size=profile.engine.max_batch_size,
@@ -126,6 +126,11 @@ def _config(
         backend=_backend(profile, backend),
         dora=profile.lora.dora,
     )
+
+
+def _own_tokenizer(engine: Path) -> Path:
+    """Where an engine has its tokenizer: a compiled one in a folder, the reference engine behind a link."""
+    return engine / "base" if (engine / "base").exists() else engine / "tokenizer"
 
 
 def _backend(profile: EngineProfile, asked: str | None) -> Literal["python", "tensorrtllm"]:
