@@ -66,11 +66,13 @@ class Client:
         max_tokens: int = 64,
         stream: bool = True,
         request_id: str | None = None,
+        end_id: int | None = None,
         sampling: Mapping[str, float] | None = None,
     ) -> Iterator[str]:
         """Pieces of the answer to `text` (a finished prompt: no chat template is applied), as they come.
 
-        `adapter` None asks the base model; `sampling` takes the names of SAMPLING. Leaving the iterator early
+        `adapter` None asks the base model; `sampling` takes the names of SAMPLING; `end_id` None means the
+        tokenizer's. Leaving the iterator early
         cancels the request.
 
         Raises:
@@ -83,6 +85,8 @@ class Client:
         ]
         if adapter is not None:
             inputs.append(self._text("adapter", adapter))
+        if end_id is not None:
+            inputs.append(self._value("end_id", end_id, "INT32", np.int32))
         for name, value in (sampling or {}).items():
             inputs.append(self._value(name, value, *SAMPLING[name]))
         for result in self._stream(ENSEMBLE, inputs, ["text_output"], request_id or uuid.uuid4().hex):
