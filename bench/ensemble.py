@@ -102,7 +102,8 @@ def weights_inputs(bundle: Bundle) -> list[triton.InferInput]:
 
 def compare(name: str, with_router: Side, without: Side, tokens: int, rounds: int) -> None:
     """Alternate the two sides and print a line of the table."""
-    ours, theirs = [], []
+    ours: list[float] = []
+    theirs: list[float] = []
     for i in range(rounds):
         for side, times in ((with_router, ours), (without, theirs))[:: 1 if i % 2 else -1]:
             times.append(side.ask(tokens) * 1e3)

@@ -9,6 +9,7 @@ import argparse
 import queue
 import sys
 import uuid
+from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
@@ -16,7 +17,7 @@ import tritonclient.grpc as triton
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def tensor(name: str, value: object, dtype: type, wire_type: str) -> triton.InferInput:
+def tensor(name: str, value: object, dtype: Any, wire_type: str) -> triton.InferInput:
     """One input of shape [1, 1]: Triton's batch dimension, and one value."""
     array = np.array([[value]], dtype=dtype)
     made = triton.InferInput(name, [1, 1], wire_type)
@@ -41,7 +42,7 @@ def main() -> int:
     if options.adapter:
         inputs.append(tensor("adapter", options.adapter.encode(), np.object_, "BYTES"))
 
-    answers: queue.SimpleQueue = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client = triton.InferenceServerClient(options.url)
     client.start_stream(lambda result, error: answers.put((result, error)))
     # an id of its own lets the server see the end of this request, and free the adapter's slot at once

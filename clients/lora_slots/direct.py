@@ -7,7 +7,7 @@ first token is healed and tried again unseen, and a token costs half. The lease 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class DirectClient(Client):
         max_tokens: int = 64,
         cold: str = "wait",
         sampling: Mapping[str, float] | None = None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Pieces of the answer to `text` (a finished prompt), as they come. Leaving early cancels the request.
 
         Args:

@@ -117,6 +117,6 @@ def answers_right(server: TritonServer, answer: dict[str, Any]) -> bool:
     """Whether the ensemble gives the golden answer now."""
     try:
         with Client(server.grpc_url) as client:
-            return "".join(client.generate(answer["text_input"], adapter=answer["adapter"])) == answer["text"]
+            return bool("".join(client.generate(answer["text_input"], adapter=answer["adapter"])) == answer["text"])
     except ServerError:
         return False

@@ -72,7 +72,7 @@ class World:
         self.waiting: set[str] = set()
         self.wait_until: dict[str, float] = {}
         self.restarts = 0
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._numbers = itertools.count(1)
         self.facts = {f"digest-{i}": Facts(i, pages, 10 * pages) for i, pages in enumerate(self.pages, 1)}
@@ -88,7 +88,7 @@ class World:
         """Up to a fifth of the report margin, so that two legs of a report stay within it."""
         return self.config.report_margin_s * self.choose(100) / 500
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
         """Let something happen after a while."""
         heapq.heappush(self._later, (self.now + seconds, next(self._order), action))
 

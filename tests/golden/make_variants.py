@@ -6,11 +6,11 @@ Seeds are taken so that no two variants give the same answer and no chosen token
 dependency group; three minutes.
 """
 
-import importlib.util
 import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -20,8 +20,9 @@ from lora_slots.base_model import ensure_base_model
 from lora_slots.text import Tokenizer
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE)]
 from fakes.variants import FILE, make_variant  # noqa: E402 - tests/ is not a package
+from make_answers import greedy  # noqa: E402
 
 EXAMPLES = ("json", "pirate", "robot")
 PER_EXAMPLE = 4
@@ -33,23 +34,21 @@ PROMPT = "Why is the sky blue?"
 def main() -> None:
     """Look for seeds and write the file."""
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("make_answers", HERE / "make_answers.py")
-    make_answers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(make_answers)
     base = ensure_base_model()
     tokenizer = Tokenizer(base)
     text = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])
     ids = tokenizer.encode(text)
-    found, seen = [], set()
+    found: list[dict[str, Any]] = []
+    seen: set[tuple[int, ...]] = set()
     with tempfile.TemporaryDirectory() as folder:
         for example in EXAMPLES:
             seed = 0
             while sum(entry["example"] == example for entry in found) < PER_EXAMPLE:
                 seed += 1
                 path = make_variant(Path(folder) / f"{example}-{seed}", example, seed)
-                model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-                model = PeftModel.from_pretrained(model, path).eval()
-                tokens, margin = make_answers.greedy(model, ids, tokenizer.eos_ids, MAX_TOKENS)
+                plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+                model = PeftModel.from_pretrained(plain, path).eval()
+                tokens, margin = greedy(model, ids, tokenizer.eos_ids, MAX_TOKENS)
                 if margin < MIN_MARGIN or tuple(tokens) in seen:
                     continue
                 seen.add(tuple(tokens))

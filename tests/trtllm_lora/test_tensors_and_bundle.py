@@ -75,6 +75,7 @@ def test_dora_rows_take_a_fourth_column() -> None:
     np.testing.assert_array_equal(weights[0, 1, 20:32], magnitude)
     found = unpack(weights, config, SHAPE)
     assert found[0].magnitude_O is None
+    assert found[1].magnitude_O is not None
     np.testing.assert_array_equal(found[1].magnitude_O, magnitude)
 
 
