@@ -44,7 +44,7 @@ class StoreSettings:
 
     endpoint_url: str | None = None
     """None: AWS, or what AWS_ENDPOINT_URL says."""
-    part_bytes: int = 8 * 2**20
+    part_bytes: int = 16 * 2**20
     """One ranged GET."""
     parallel: int = 4
     """Ranged GETs at a time, per adapter."""
