@@ -19,7 +19,7 @@ version = $(shell $(1) -c 'import sys; print(sys.version_info[:2])' 2>/dev/null)
 made_with := $(call version,$(bin)/python)
 usable := $(if $(made_with),$(if $(PYTHON),$(filter $(made_with),$(call version,$(PYTHON))),yes))
 
-.PHONY: help setup up test check lint fix types arch docs docs-check bench lock clean list-checks again
+.PHONY: help setup up test check lint fix types arch docs docs-check bench soak lock clean list-checks again
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -57,9 +57,13 @@ docs: $(runtime) $(dev) ## write the generated parts of the documents
 docs-check: $(runtime) $(dev) ## the generated parts are up to date, links lead somewhere
 	$(bin)/python ci/docs.py --check
 
-bench: $(runtime) $(dev) ## measure what the router adds to a request and a token, then how fast a conversion is
+bench: $(runtime) $(dev) ## measure what the router adds, how fast a conversion is, and what a decision costs
 	$(bin)/python bench/ensemble.py
 	$(bin)/python bench/convert.py
+	$(bin)/python bench/slots.py
+
+soak: $(runtime) $(dev) ## ten minutes of load with more adapters than slots, every answer checked
+	$(bin)/python bench/soak.py $(ARGS)
 
 lock: $(runtime) ## resolve requirements/*.txt anew
 	ci/lock

@@ -25,6 +25,7 @@ GUESSED_TOKEN_S = 0.1
 OPERATIONS = ("status", "explain", "lease", "end", "missed", "verify", "warm", "pin", "unpin", "evict", "drain")
 Reply = Callable[[Mapping[str, Any]], None]
 Fail = Callable[[SlotError], None]
+Gone = Callable[[], bool]
 
 
 class Incoming(Protocol):
@@ -80,8 +81,11 @@ class Router:
         except SlotError as error:
             incoming.fail(error)
 
-    def operate(self, op: str, arguments: str, reply: Reply, fail: Fail) -> None:
-        """Carry out an operation (see OPERATIONS). Answers once, perhaps from another thread."""
+    def operate(self, op: str, arguments: str, reply: Reply, fail: Fail, gone: Gone = lambda: False) -> None:
+        """Carry out an operation (see OPERATIONS). Answers once, perhaps from another thread.
+
+        `gone` says whether the caller has left meanwhile: a lease is not given to nobody.
+        """
         try:
             values = _arguments(arguments)
             match op:
@@ -90,7 +94,7 @@ class Router:
                 case "explain":
                     reply(self._manager.explain(_text(values, "adapter")))
                 case "lease":
-                    self._lease(values, reply, fail)
+                    self._lease(values, reply, fail, gone)
                 case "end":
                     reply({"ended": self.end(_text(values, "request_id"), int(values.get("tokens", 0)))})
                 case "verify":
@@ -151,13 +155,16 @@ class Router:
             raise BadRequest(f"cold policy {policy[:20]!r}: an ensemble's request can 'wait' or 'fail'")
         return policy == "wait"
 
-    def _lease(self, values: Mapping[str, Any], reply: Reply, fail: Fail) -> None:
+    def _lease(self, values: Mapping[str, Any], reply: Reply, fail: Fail, gone: Gone) -> None:
         """The direct door: a lease for a client that talks to `tensorrt_llm` itself and reports the end by `end`."""
         adapter, lease, cold = _text(values, "adapter"), _text(values, "request_id"), values.get("cold", self._cold)
         if cold not in ("wait", "fail", "base"):
             raise BadRequest(f"cold policy {str(cold)[:20]!r}: there are wait, fail, base")
 
         def granted(grant: Grant) -> None:
+            if gone():
+                self._manager.release(lease)
+                return
             self._granted_at[lease] = self._clock()
             found = {"found_in": grant.found_in.name, "waited_s": grant.waited_s}
             reply({"task_id": grant.task_id, "digest": grant.adapter, "base": False, **found})

@@ -29,7 +29,9 @@ class TritonPythonModel:
             if incoming.op is None:
                 self.service.router.route(incoming)
             else:
-                self.service.router.operate(incoming.op, incoming.op_args, incoming.reply, incoming.fail)
+                self.service.router.operate(
+                    incoming.op, incoming.op_args, incoming.reply, incoming.fail, incoming.sender.is_cancelled
+                )
 
     def finalize(self):
         """Stop the manager, then release the metrics (a metric alive at teardown crashes the stub)."""

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
 from lora_slots.steps import StreamDecoders
 
 

@@ -3,6 +3,7 @@
 import json
 
 import triton_python_backend_utils as pb_utils
+
 from lora_slots.steps import PromptEncoder
 
 
