@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from fakes.peft_files import LLAMA_DIMS, llama_tensors, write_adapter
 
 from peft_to_trtllm import InputError, convert, stream
+from peft_to_trtllm.api import convert_job
+from peft_to_trtllm.file_hash import FileHash
 from peft_to_trtllm.job import Job, Request
 from trtllm_lora import Row, open_bundle, pack, write_bundle
 from trtllm_lora.bundle import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
@@ -114,3 +117,26 @@ def test_other_bundles_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(AdapterRefused):
         convert(write_adapter(tmp_path / "b", bad), out=tmp_path / "o", dtype="float32")
     assert [item.name for item in (tmp_path / "o").iterdir()] == [good.digest]
+
+
+def test_a_file_that_was_replaced_meanwhile(tmp_path: Path) -> None:
+    """The hash in the manifest is of the file that was converted, or there is no bundle."""
+    adapter = write_adapter(tmp_path / "a", llama_tensors())
+    file = adapter / "adapter_model.safetensors"
+    hashing = FileHash(file)
+    hashing.result()
+    shutil.copy(file, tmp_path / "new")
+    (tmp_path / "new").replace(file)
+    with Job(Request(str(adapter), dtype="float32")) as job, pytest.raises(InputError, match="changed while"):
+        convert_job(job, tmp_path / "o", hashing=hashing)
+    assert not (tmp_path / "o").exists()
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    """Two conversions of one adapter into one place both succeed, and leave one bundle."""
+    adapter = write_adapter(tmp_path / "a", llama_tensors())
+    with ThreadPoolExecutor(4) as pool:
+        bundles = list(pool.map(lambda _: convert(adapter, out=tmp_path / "o", dtype="float16"), range(8)))
+    assert len({bundle.digest for bundle in bundles}) == 1
+    assert [item.name for item in (tmp_path / "o").iterdir()] == [bundles[0].digest]
+    bundles[0].verify()
