@@ -290,20 +290,10 @@ def certificate(tmp_path: Path) -> Path:
         pytest.skip("making a certificate needs openssl")
     file = tmp_path / "certificate.pem"
     what = ["-subj", "/CN=store", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "1", "-nodes"]
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        *what,
-        "-keyout",
-        file,
-        "-out",
-        tmp_path / "public.pem",
-    ]
+    public = tmp_path / "public.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", *what, "-keyout", str(file), "-out", str(public)]
     subprocess.run(command, check=True, capture_output=True)
-    file.write_text(file.read_text() + (tmp_path / "public.pem").read_text())
+    file.write_text(file.read_text() + public.read_text())
     return file
 
 
