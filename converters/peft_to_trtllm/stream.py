@@ -130,18 +130,24 @@ class _Hasher:
 
     def __init__(self, header: bytes) -> None:
         self._digest = hashlib.sha256(header)
-        self._queue: queue.Queue[tuple[memoryview, int] | None] = queue.Queue(maxsize=1)
+        self._rows: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ahead = 0
         self._thread = threading.Thread(target=self._run, name="bundle-hash", daemon=True)
         self._thread.start()
 
     def put(self, data: memoryview, padding: int) -> None:
         """Hash `data` and `padding` zeros after it. Returns when the row before the last one is hashed."""
-        self._queue.put((data, padding))
+        self._rows.put((data, padding))
+        self._ahead += 1
+        if self._ahead > 2:
+            self._done.get()
+            self._ahead -= 1
 
     def stop(self) -> None:
         """Finish what was put and end the thread."""
         if self._thread.is_alive():
-            self._queue.put(None)
+            self._rows.put(None)
             self._thread.join()
 
     def result(self) -> str:
@@ -150,8 +156,9 @@ class _Hasher:
         return self._digest.hexdigest()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (item := self._rows.get()) is not None:
             data, padding = item
             self._digest.update(data)
             for at in range(0, padding, _CHUNK):
                 self._digest.update(_ZEROS[: min(_CHUNK, padding - at)])
+            self._done.put(None)
