@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lora_slots.base_model import ensure_base_model
-from peft_to_trtllm import convert
+from peft_to_trtllm.api import convert
 from reference_engine import build_engine
 
 ROOT = Path(__file__).parents[2]
