@@ -1,21 +1,19 @@
 """HOST: adapters in POSIX shared memory, laid out so that a bind moves no bytes through gRPC.
 
-A region holds `lora_weights`, then `lora_config`. Its name is taken away as soon as Triton has mapped it: nothing is
-left in /dev/shm, whatever ends this process.
+A region holds `lora_weights`, then `lora_config`. Its name is taken away as soon as Triton has mapped it: from then on
+Triton's mapping is the copy, and nothing is left in /dev/shm, whatever ends this process.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from adapter_slots.errors import BundleBroken, HostFull, TierError
 from trtllm_lora import Bundle, BundleError
+from trtllm_lora.bundle import WEIGHTS_FILE
 
 SHM = Path("/dev/shm")  # noqa: S108 - where shm_open keeps its names on Linux; Triton opens by that name
 _ALIGN = 64
@@ -35,7 +33,6 @@ class Region:
     config_shape: tuple[int, ...]
     config_offset: int
     config_bytes: int
-    memory: mmap.mmap
 
 
 def region_bytes(bundle: Bundle) -> int:
@@ -60,10 +57,11 @@ def load(bundle: Bundle, name: str) -> Region:
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            # reserve the pages now: writing to a hole of a full tmpfs would kill the process with SIGBUS
-            os.posix_fallocate(handle, 0, total)
-            memory = mmap.mmap(handle, total)
-        except OSError:
+            # copied in the kernel: no page is faulted in here, a full tmpfs is an error and not a SIGBUS, and so is a
+            # bundle that shrinks meanwhile
+            _send(bundle.path / WEIGHTS_FILE, weights.nbytes, handle)
+            os.pwrite(handle, config.tobytes(), offset)
+        except (OSError, BundleBroken):
             path.unlink(missing_ok=True)
             raise
         finally:
@@ -72,8 +70,6 @@ def load(bundle: Bundle, name: str) -> Region:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise HostFull(f"shared memory has no room for {total} bytes") from None
         raise TierError(f"shared memory {path}: {error.strerror}") from None
-    np.frombuffer(memory, weights.dtype, weights.size).reshape(weights.shape)[...] = weights
-    np.frombuffer(memory, config.dtype, config.size, offset).reshape(config.shape)[...] = config
     return Region(
         name=name,
         dtype=bundle.dtype,
@@ -83,8 +79,18 @@ def load(bundle: Bundle, name: str) -> Region:
         config_shape=config.shape,
         config_offset=offset,
         config_bytes=config.nbytes,
-        memory=memory,
     )
+
+
+def _send(file: Path, length: int, handle: int) -> None:
+    """The last `length` bytes of a file: the data of a .npy (rule B4)."""
+    with file.open("rb", buffering=0) as source:
+        start = os.fstat(source.fileno()).st_size - length
+        while length:
+            sent = os.sendfile(handle, source.fileno(), start, length)
+            if not sent:
+                raise BundleBroken(f"{file}: became shorter while it was read")
+            start, length = start + sent, length - sent
 
 
 def forget_name(region: Region) -> None:

@@ -146,6 +146,7 @@ class Mover:
             await self.leave_host(digest)
         await self._engine.close()
         await asyncio.to_thread(self._stores.close)
+        self._disk.close()
 
     def _open(self, entry: Entry) -> Facts:
         bundle = self._disk.open(entry)
