@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from reference_engine.contract import Tensors, read_requests
+from reference_engine.contract import Tensors, check_request_type, read_requests
 from reference_engine.decoder import BLOCK_TOKENS, Decoder
 from reference_engine.engine import Engine, Limits
 from reference_engine.engine_dir import EngineDirectory, open_engine
@@ -60,9 +60,14 @@ class Backend:
         outputs: frozenset[str],
         send: Callable[[Reply], None],
         is_cancelled: Callable[[], bool],
+        parameters: Mapping[str, object] | None = None,
     ) -> None:
-        """Take a Triton request; replies come through `send`, the last one with `final` set, errors included."""
+        """Take a Triton request; replies come through `send`, the last one with `final` set, errors included.
+
+        `parameters` are Triton's request parameters, of which the contract knows `request_type`.
+        """
         try:
+            check_request_type((parameters or {}).get("request_type"))
             if _flag(tensors, "stop"):
                 self._stop(request_id)
                 send(Reply(final=True))

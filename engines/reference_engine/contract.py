@@ -97,6 +97,18 @@ def read_requests(
     return [_request(_Row(tensors, row), streaming_allowed, exclude_input, vocab_size, arrival) for row in range(size)]
 
 
+def check_request_type(value: object) -> None:
+    """The request parameter `request_type`: half a request is refused, a word nobody knows is only logged (as there).
+
+    Raises:
+        RequestRefused: context_only or generation_only.
+    """
+    if value in ("context_only", "generation_only"):
+        raise RequestRefused(f"Request parameter request_type {value} is not supported by the reference engine")
+    if value not in (None, "context_and_generation"):
+        log.warning("request_type %s is unknown: context_and_generation is assumed", value)
+
+
 class _Row:
     """One row of a Triton request's batch, with typed access."""
 

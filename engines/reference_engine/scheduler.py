@@ -32,7 +32,7 @@ def prefill_budget(num_decoding: int, num_adapters: int, max_num_tokens: int) ->
     """
     if num_decoding == 0:
         return max_num_tokens
-    budget = 16 + num_decoding // 2
+    budget = 12 + num_decoding // 2
     return min(budget if num_adapters <= 4 else budget // 2, max_num_tokens)
 
 

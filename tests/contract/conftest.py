@@ -163,7 +163,7 @@ def _started(tmp: pytest.TempPathFactory) -> Iterator[tuple[str, EngineShape]]:
 
     folder = tmp.mktemp("contract")
     base = make_tiny_llama(folder / "base", seed=11)
-    engine = build_engine(base, folder / "engine", max_lora_rank=16, max_batch_size=16, max_seq_len=256)
+    engine = build_engine(base, folder / "engine", max_lora_rank=16, max_batch_size=16, max_seq_len=512)
     shape = EngineShape.from_engine_config(engine)
     models = folder / "models"
     shutil.copytree(REPOSITORY, models / MODEL)

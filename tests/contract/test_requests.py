@@ -70,12 +70,14 @@ def test_stop_by_request_id(server: Any, prompt: list[int]) -> None:
     """Rule: stop with the same request id cancels the request and is answered by an empty final response."""
     room = server.shape.max_seq_len - len(prompt)
     running = server.ask(prompt, room, request_id="to-stop")
+    others = [server.ask(prompt, room) for _ in range(8)]  # a tiny engine alone would end before it is stopped
     running.first()
     stopping = server.answer(prompt, 1, request_id="to-stop", stop=True)
     assert (stopping.results, stopping.errors, stopping.finals) == ([], [], 1)
     stopped = running.answer()
     assert stopped.finals == 1
     assert len(stopped.tokens) < room - 1
+    assert all(len(other.answer().tokens) == room for other in others)
 
 
 def test_stop_leaves_others_alone(server: Any, prompt: list[int]) -> None:

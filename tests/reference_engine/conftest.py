@@ -248,6 +248,12 @@ def oracle(tiny_base: Path) -> Oracle:
     return Oracle(tiny_base)
 
 
+@pytest.fixture
+def asked() -> Asked:
+    """A request that a test submits by itself."""
+    return Asked()
+
+
 @pytest.fixture(scope="session")
 def prompts() -> Callable[[int], list[list[int]]]:
     """Random prompts of 3 to 40 tokens, the same every time."""

@@ -20,7 +20,7 @@ def test_streams_get_a_token_each_and_prompts_share_the_rest() -> None:
     first, second = _sequence(12), _sequence(40)
     chunks = plan_step([first, *streams, second], 256)
     assert [(s, 1) for s in streams] == [(c.sequence, c.num_tokens) for c in chunks[:2]]
-    assert [(first, 12), (second, 5)] == [(c.sequence, c.num_tokens) for c in chunks[2:]]
+    assert [(first, 12), (second, 1)] == [(c.sequence, c.num_tokens) for c in chunks[2:]]
 
 
 def test_a_prompt_alone_is_as_long_as_the_step_allows() -> None:

@@ -176,6 +176,19 @@ def test_what_a_cpu_cannot_honour_is_refused_by_name(name: str, client: Any) -> 
     assert error == f"Input tensor {name} is not supported by the reference engine"
 
 
+@pytest.mark.parametrize("kind", ["context_only", "generation_only", "context_and_generation", "no_such"])
+def test_half_a_request_is_refused(kind: str, client: Any, asked: Any) -> None:
+    """Disaggregated serving is refused by name; an unknown `request_type` is only logged, as in the backend."""
+    tensors = {
+        "input_ids": np.array([PROMPT], np.int32),
+        "input_lengths": np.array([4], np.int32),
+        "request_output_len": np.array([2], np.int32),
+    }
+    client.backend.submit(tensors, "", METRICS, asked.queue.put, lambda: False, {"request_type": kind})
+    refused = f"Request parameter request_type {kind} is not supported by the reference engine"
+    assert asked.answer().error == (refused if kind.endswith("_only") else None)
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "beam": ({"beam_width": 4}, "beam_width: 4 is not supported"),
     "no tokens": ({"input_lengths": 0}, "Assertion failed: !mInputTokenIds.empty()"),

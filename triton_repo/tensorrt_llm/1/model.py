@@ -35,6 +35,7 @@ class TritonPythonModel:
                 frozenset(request.requested_output_names()),
                 lambda reply, sender=sender: send(sender, reply),
                 sender.is_cancelled,
+                json.loads(request.parameters() or "{}"),
             )
 
     def finalize(self):
