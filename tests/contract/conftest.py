@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Where the server is, and what engine it runs."""
     parser.addoption("--triton", help="grpc://host:port of a running server (default: one is started here)")
     parser.addoption("--engine", help="the engine directory that server runs, for its config.json")
+    parser.addoption("--dtype", default="float32", help="dtype of the tiny engine that is started here")
 
 
 @dataclass
@@ -109,7 +111,10 @@ class Server:
             kind = next((i.data_type for i in self.config.input if i.name == name), pb.TYPE_INT32)
             types = {pb.TYPE_FP32: np.float32, pb.TYPE_BOOL: np.bool_, pb.TYPE_UINT64: np.uint64}
             value = np.array([[value]], types.get(kind, np.int32))
-        tensor = triton.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
+        kind = np_to_triton_dtype(value.dtype)
+        if name == "lora_weights" and value.dtype == np.uint16:  # our bit patterns; tritonclient wants the type itself
+            kind, value = "BF16", value.view(ml_dtypes.bfloat16)
+        tensor = triton.InferInput(name, value.shape, kind)
         tensor.set_data_from_numpy(value)
         return tensor
 
@@ -154,7 +159,7 @@ class Asked:
         self._client.close()
 
 
-def _started(tmp: pytest.TempPathFactory) -> Iterator[tuple[str, EngineShape]]:
+def _started(tmp: pytest.TempPathFactory, dtype: str) -> Iterator[tuple[str, EngineShape]]:
     """The reference engine on a tiny model, with a LoRA cache of a few pages, in a Triton of its own."""
     from lora_slots.base_model import make_tiny_llama
     from lora_slots.stack import StackConfig, TritonServer
@@ -163,13 +168,17 @@ def _started(tmp: pytest.TempPathFactory) -> Iterator[tuple[str, EngineShape]]:
 
     folder = tmp.mktemp("contract")
     base = make_tiny_llama(folder / "base", seed=11)
-    engine = build_engine(base, folder / "engine", max_lora_rank=16, max_batch_size=16, max_seq_len=512)
+    engine = build_engine(base, folder / "engine", dtype=dtype, max_lora_rank=16, max_batch_size=16, max_seq_len=512)
     shape = EngineShape.from_engine_config(engine)
     models = folder / "models"
     shutil.copytree(REPOSITORY, models / MODEL)
     file = models / MODEL / "config.pbtxt"
     config = text_format.Parse(file.read_text(encoding="utf-8"), pb.ModelConfig())
-    next(i for i in config.input if i.name == "lora_weights").data_type = pb.TYPE_FP32
+    next(i for i in config.input if i.name == "lora_weights").data_type = {
+        "float32": pb.TYPE_FP32,
+        "float16": pb.TYPE_FP16,
+        "bfloat16": pb.TYPE_BF16,
+    }[dtype]
     config.parameters["gpt_model_path"].string_value = str(engine)
     host_bytes = CI_HOST_PAGES * CacheGeometry.of(shape).page_bytes
     config.parameters["lora_cache_host_memory_bytes"].string_value = str(host_bytes)
@@ -188,7 +197,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             pytest.exit("--triton needs --engine: the adapters are made to fit the engine's config.json", 2)
         yield Server(address.removeprefix("grpc://"), EngineShape.from_engine_config(Path(engine)))
         return
-    for started in _started(tmp_path_factory):
+    for started in _started(tmp_path_factory, request.config.getoption("--dtype", "float32")):
         yield Server(*started)
 
 
@@ -208,13 +217,20 @@ def make_adapter(server: Server) -> Callable[..., dict[str, Any]]:
         for layer in range(shape.num_layers) if layers is None else layers:
             for name in shape.lora_modules:
                 d_in, d_out = dims(name, shape)
-                a = (rng.standard_normal((rank, d_in)) * scale).astype(STORAGE[shape.dtype])
-                b = (rng.standard_normal((d_out, rank)) * scale).astype(STORAGE[shape.dtype])
+                a = _stored(rng.standard_normal((rank, d_in)) * scale, shape.dtype)
+                b = _stored(rng.standard_normal((d_out, rank)) * scale, shape.dtype)
                 rows.append(Row(MODULES[name].id, layer, a, b))
         weights, config = pack(rows, shape.dtype)
         return {"lora_weights": weights, "lora_config": config}
 
     return make
+
+
+def _stored(values: Any, dtype: str) -> Any:
+    """Values in an engine's storage type; bfloat16 cut from float32."""
+    if dtype == "bfloat16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(STORAGE[dtype])
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import logging
 import triton_python_backend_utils as pb_utils
 
 from reference_engine.backend import Backend
+from reference_engine.dlpack import bfloat16_bits
 from reference_engine.errors import ReferenceEngineError
 from reference_engine.settings import Settings
 
@@ -20,8 +21,10 @@ class TritonPythonModel:
         log = logging.getLogger("reference_engine")
         log.setLevel(logging.INFO)
         log.handlers, log.propagate = [TritonLog()], False
+        config = json.loads(args["model_config"])
+        self.bfloat16 = {entry["name"] for entry in config["input"] if entry["data_type"] == "TYPE_BF16"}
         try:
-            self.backend = Backend(Settings.from_model_config(json.loads(args["model_config"])))
+            self.backend = Backend(Settings.from_model_config(config))
         except ReferenceEngineError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
@@ -30,13 +33,17 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             self.backend.submit(
-                {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
+                {tensor.name(): self.as_array(tensor) for tensor in request.inputs()},
                 request.request_id(),
                 frozenset(request.requested_output_names()),
                 lambda reply, sender=sender: send(sender, reply),
                 sender.is_cancelled,
                 json.loads(request.parameters() or "{}"),
             )
+
+    def as_array(self, tensor):
+        """An input as numpy; bfloat16, which numpy lacks, as its bit pattern."""
+        return bfloat16_bits(tensor.to_dlpack()) if tensor.name() in self.bfloat16 else tensor.as_numpy()
 
     def finalize(self):
         """End what runs, and stop the engine."""
