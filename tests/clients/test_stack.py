@@ -26,6 +26,7 @@ from lora_slots.stack import (
     launch,
     libpython,
     log,
+    probe,
 )
 from lora_slots.stack.ports import choose_ports
 
@@ -231,3 +232,23 @@ def test_stack_is_light_to_import() -> None:
     code = "import sys, lora_slots.stack; print(sorted({'numpy', 'grpc', 'tritonclient'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_stub_is_named_once_it_is_one(tmp_path: Path) -> None:
+    """A child that is still the shell it starts as gets no name; as a stub it has its instance's, also when dead."""
+    stub = tmp_path / "triton_python_backend_stub"
+    script = f"read line; exec -a {stub} {sys.executable} -c 'input(chr(46))' model 1 echo_0_0 DEFAULT"
+    with subprocess.Popen(["/bin/bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        watch = probe.StubWatch(os.getpid())
+        assert watch.dead(0.0) == []
+        child.stdin.write(b"go\n")
+        child.stdin.flush()
+        assert child.stdout.read(1) == b"."  # it is the stub now
+        assert watch.dead(1.0) == []
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert watch.dead(2.0) == []
+        assert watch.dead(3.0) == ["echo_0_0"]
+    assert watch.dead(9.0) == []

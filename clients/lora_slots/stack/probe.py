@@ -92,15 +92,13 @@ def _children(server: int) -> Iterable[tuple[int, str]]:
             yield int(process.name), state
 
 
-def _instance(pid: int) -> str | None:
-    """The model instance a stub serves: its last argument but one. None while it is still the shell that becomes it."""
+def _instance(pid: int) -> str:
+    """The model instance of a stub, its last argument but one; "" while the process is still the shell it starts as."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
     except OSError:
-        return None
-    if len(words) < 4 or not words[0].endswith(b"triton_python_backend_stub"):
-        return None
-    return words[-2].decode("utf-8", "replace")
+        return ""
+    return words[-2] if len(words) > 2 and words[0].endswith("triton_python_backend_stub") else ""
 
 
 def _get(port: int, path: str) -> tuple[int, bytes]:
