@@ -56,9 +56,8 @@ def main() -> None:
     began = time.perf_counter()
     kept = warm_machine(10_000)
     seconds = time.perf_counter() - began
-    print(
-        f"{len(kept.adapters):,} known adapters: {tracemalloc.get_traced_memory()[0] / 1e6:.0f} MB, {seconds:.2f} s (traced)"
-    )
+    megabytes = tracemalloc.get_traced_memory()[0] / 1e6
+    print(f"{len(kept.adapters):,} known adapters: {megabytes:.0f} MB, {seconds:.2f} s (traced)")
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ def running(
             metrics_port=ports.metrics,
             log_path=log_path,
             control_models=True,
+            temporary=(Path(folder),),
         )
         with TritonServer(stack) as server:
             yield server
