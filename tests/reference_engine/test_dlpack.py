@@ -12,7 +12,7 @@ from reference_engine.dlpack import bfloat16_bits
 def test_bits_are_torchs() -> None:
     """Shape and bits of a dense tensor; anything else is refused."""
     torch = pytest.importorskip("torch")
-    from torch.utils.dlpack import to_dlpack
+    from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
     values = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4).to(torch.bfloat16) * 1.37
     np.testing.assert_array_equal(bfloat16_bits(to_dlpack(values)), values.view(torch.uint16).numpy())
