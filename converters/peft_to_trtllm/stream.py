@@ -22,7 +22,8 @@ import numpy as np
 
 from peft_to_trtllm.rounding import Array
 from trtllm_lora import Bundle, BundleError, BundleFacts
-from trtllm_lora import bundle as format_
+from trtllm_lora.bundle import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, canonical_json
+from trtllm_lora.bundle_writing import fsync_folder, manifest_of, publish_folder, write_array, write_bytes
 from trtllm_lora.tensors import STORAGE, IntArray
 
 _CHUNK = 1 << 18
@@ -56,7 +57,7 @@ class BundleStream:
         try:
             self._made_parent = not self._parent.is_dir()
             self._folder.mkdir(parents=True)
-            self._file = (self._folder / format_.WEIGHTS_FILE).open("w+b", buffering=0)
+            self._file = (self._folder / WEIGHTS_FILE).open("w+b", buffering=0)
             header = _npy_header(self._dtype, self._shape)
             self._file.write(header)
         except OSError as error:
@@ -106,14 +107,14 @@ class BundleStream:
         os.ftruncate(file.fileno(), self._position)
         os.fsync(file.fileno())
         files = {
-            format_.WEIGHTS_FILE: {"bytes": self._position, "sha256": hasher.result()},
-            format_.CONFIG_FILE: format_._write_array(self._folder / format_.CONFIG_FILE, self._config),
+            WEIGHTS_FILE: {"bytes": self._position, "sha256": hasher.result()},
+            CONFIG_FILE: write_array(self._folder / CONFIG_FILE, self._config),
         }
         shape_only = np.broadcast_to(np.zeros(1, STORAGE[facts.dtype]), self._shape)
-        manifest: dict[str, Any] = format_._manifest(facts, shape_only, self._config, files)
-        format_._write_bytes(self._folder / format_.MANIFEST_FILE, format_._canonical(manifest, indent=1))
-        format_._fsync_directory(self._folder)
-        return format_._publish(self._folder, self._parent / manifest["digest"], manifest)
+        manifest: dict[str, Any] = manifest_of(facts, shape_only, self._config, files)
+        write_bytes(self._folder / MANIFEST_FILE, canonical_json(manifest, indent=1))
+        fsync_folder(self._folder)
+        return publish_folder(self._folder, self._parent / manifest["digest"], manifest)
 
 
 def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:

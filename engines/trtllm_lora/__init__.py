@@ -3,7 +3,8 @@
 A leaf: it imports nothing of ours, has no clock and no network. Names here are the public door.
 """
 
-from trtllm_lora.bundle import Bundle, BundleFacts, digest_of, find_bundle, open_bundle, write_bundle
+from trtllm_lora.bundle import Bundle, BundleFacts, digest_of, find_bundle, open_bundle
+from trtllm_lora.bundle_writing import write_bundle
 from trtllm_lora.engine_cache import EngineCache, TaskState
 from trtllm_lora.errors import BundleError, CacheError, ContractError, GeometryError, ShapeError, TensorError
 from trtllm_lora.geometry import CacheGeometry

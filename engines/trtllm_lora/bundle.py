@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trtllm_lora.errors import BundleError
-from trtllm_lora.task_id import task_id_for
 from trtllm_lora.tensors import STORAGE, Array, IntArray
 
 FORMAT_VERSION = 1
@@ -33,9 +29,13 @@ CONFIG_FILE = "model.lora_config.npy"
 MANIFEST_FILE = "bundle.json"
 
 
+LABELS = ("adapter", "tool", "digest", "task_id", "signature")
+"""Manifest keys that say nothing of the content, and are no part of the digest."""
+
+
 @dataclass(frozen=True, slots=True)
 class BundleFacts:
-    """What a converter knows of an adapter beside its tensors. Everything here is part of the digest."""
+    """What a converter knows of an adapter beside its tensors. All but the labels is part of the digest."""
 
     adapter: str
     """Name of the adapter."""
@@ -103,7 +103,9 @@ class Bundle:
         Raises:
             BundleError: names every file that differs.
         """
-        wrong = [name for name, entry in self.manifest["files"].items() if _sha256(self.path / name) != entry["sha256"]]
+        wrong = [
+            name for name, entry in self.manifest["files"].items() if file_sha256(self.path / name) != entry["sha256"]
+        ]
         if wrong:
             raise BundleError(f"{self.path}: {', '.join(sorted(wrong))} differ from the manifest's sha256 (rule B7)")
 
@@ -113,40 +115,6 @@ class Bundle:
         except (OSError, ValueError, EOFError) as error:
             raise BundleError(f"{self.path / name}: not a readable array: {error}") from None
         return array
-
-
-def write_bundle(parent: Path, weights: Array, config: IntArray, facts: BundleFacts) -> Bundle:
-    """Write a bundle below `parent`; nothing is visible under its name until it is whole and on disk.
-
-    A bundle of the same digest that is already there is kept and returned.
-
-    Args:
-        weights: [1, rows, width] in the storage type of `facts.dtype`.
-        config: [1, rows, 3 or 4] int32.
-
-    Raises:
-        BundleError: the disk refused (full, read-only), or the arrays are not of the format.
-    """
-    _check_arrays(weights, config, facts.dtype)
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=parent))
-    except OSError as error:
-        raise BundleError(f"{parent}: cannot be written: {error.strerror}") from None
-    try:
-        void = np.dtype("V2") if facts.dtype == "bfloat16" else weights.dtype
-        files = {
-            WEIGHTS_FILE: _write_array(temporary / WEIGHTS_FILE, weights.view(void)),
-            CONFIG_FILE: _write_array(temporary / CONFIG_FILE, config.astype("<i4", copy=False)),
-        }
-        manifest = _manifest(facts, weights, config, files)
-        _write_bytes(temporary / MANIFEST_FILE, _canonical(manifest, indent=1))
-        _fsync_directory(temporary)
-        return _publish(temporary, parent / manifest["digest"], manifest)
-    except OSError as error:
-        raise BundleError(f"{parent}: writing the bundle failed: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def open_bundle(path: Path) -> Bundle:
@@ -187,25 +155,9 @@ def find_bundle(parent: Path) -> Bundle:
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
-    """Digest of a manifest: sha256 of its canonical JSON without `digest`, `task_id` and `signature`."""
-    content = {key: value for key, value in manifest.items() if key not in ("digest", "task_id", "signature")}
-    return hashlib.sha256(_canonical(content)).hexdigest()
-
-
-def _manifest(facts: BundleFacts, weights: Array, config: IntArray, files: dict[str, Any]) -> dict[str, Any]:
-    table = config.reshape(config.shape[-2:])
-    content = {
-        "format_version": FORMAT_VERSION,
-        **asdict(facts),
-        "rows": int(weights.shape[1]),
-        "width": int(weights.shape[2]),
-        "config_columns": int(config.shape[2]),
-        "ranks": sorted({int(rank) for rank in table[:, 2]}),
-        "files": files,
-    }
-    content = json.loads(_canonical(content))  # tuples become lists: what is hashed is what is read back
-    digest = digest_of(content)
-    return {**content, "digest": digest, "task_id": task_id_for(digest)}
+    """Digest of a manifest: sha256 of its canonical JSON without the keys of LABELS (rule B5)."""
+    content = {key: value for key, value in manifest.items() if key not in LABELS}
+    return hashlib.sha256(canonical_json(content)).hexdigest()
 
 
 def _manifest_problems(path: Path, manifest: Mapping[str, Any]) -> list[str]:
@@ -227,63 +179,17 @@ def _manifest_problems(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _check_arrays(weights: Array, config: IntArray, dtype: str) -> None:
-    problems = []
-    if weights.ndim != 3 or weights.shape[0] != 1 or weights.dtype != STORAGE[dtype]:
-        problems.append(f"lora_weights must be [1, rows, width] {dtype}, found {weights.shape} {weights.dtype}")
-    if config.ndim != 3 or config.shape[0] != 1 or config.shape[2] not in (3, 4) or config.dtype != np.int32:
-        problems.append(f"lora_config must be [1, rows, 3 or 4] int32, found {config.shape} {config.dtype}")
-    if not problems and weights.shape[1] != config.shape[1]:
-        problems.append(f"lora_weights has {weights.shape[1]} rows, lora_config {config.shape[1]}")
-    if problems:
-        raise BundleError("; ".join(problems) + " (rule B4)")
-
-
-def _write_array(file: Path, array: Array) -> dict[str, Any]:
-    # numpy spells a void type as '|V2' and a little-endian one as '<f2': the headers TensorRT-LLM's tools write
-    with file.open("wb") as out:
-        np.save(out, np.ascontiguousarray(array), allow_pickle=False)
-        out.flush()
-        os.fsync(out.fileno())
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-
-
-def _write_bytes(file: Path, data: bytes) -> None:
-    with file.open("wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-
-
-def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> Bundle:
-    try:
-        temporary.rename(final)
-    except OSError:
-        if not (final / MANIFEST_FILE).is_file():
-            raise
-        return open_bundle(final)  # the same content was there before us
-    final.chmod(0o755)
-    _fsync_directory(final.parent)
-    return Bundle(final, manifest)
-
-
-def _canonical(value: Any, indent: int | None = None) -> bytes:
+def canonical_json(value: Any, indent: int | None = None) -> bytes:
+    """JSON with sorted keys and characters as they are; without `indent` no blanks either (rule B5)."""
     separators = (",", ":") if indent is None else (",", ": ")
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=separators, indent=indent)
     return text.encode()
 
 
-def _sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
+    """Hex sha256 of a file. Raises BundleError."""
     try:
         with file.open("rb") as source:
             return hashlib.file_digest(source, "sha256").hexdigest()
     except OSError as error:
         raise BundleError(f"{file}: {error.strerror}") from None
-
-
-def _fsync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -114,6 +114,8 @@ def test_digest_depends_on_content_alone(tmp_path: Path) -> None:
     again = write_bundle(tmp_path / "a", weights, config, facts)
     assert first.digest == second.digest == again.digest
     assert first.task_id == second.task_id
+    renamed = write_bundle(tmp_path / "c", weights, config, BundleFacts("two", "float16", tool="another 9.9"))
+    assert renamed.digest == first.digest, "a name and a tool are labels, not content"
     changed = weights.copy()
     changed[0, 0, 0] += 1
     assert write_bundle(tmp_path / "a", changed, config, facts).digest != first.digest
@@ -142,7 +144,7 @@ def test_what_was_changed_after_writing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"has \d+ bytes, the manifest says"):
         open_bundle(bundle.path)
     manifest = json.loads((bundle.path / "bundle.json").read_text())
-    manifest["adapter"] = "somebody else"
+    manifest["base_model"] = "another"
     (bundle.path / "bundle.json").write_text(json.dumps(manifest))
     with pytest.raises(BundleError, match="rule B5"):
         open_bundle(bundle.path)
