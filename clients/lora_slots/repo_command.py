@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -62,6 +63,9 @@ def render(
         str | None, typer.Option(help="python (reference engine) or tensorrtllm (C++); default: by the runtime.")
     ] = None,
     fleet: Annotated[str | None, typer.Option(help="Adapters to plan for: COUNTxRANK,…")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE: a parameter of tensorrt_llm; may be repeated.")
+    ] = None,
     check_engine: Annotated[bool, typer.Option(help="Refuse an engine that is not what the profile says.")] = True,
 ) -> None:
     """Write the whole model repository: preprocessing, lora_router, tensorrt_llm, postprocessing, ensemble.
@@ -81,7 +85,7 @@ def render(
         if differences:
             lines = "\n".join(f"{engine}: {difference}" for difference in differences)
             raise Refused(f"{lines}\nthe engine is not what {profile} says: build it anew (`lora-slots engine build`)")
-        config = _config(loaded, engine, tokenizer, registry, grpc, backend, fleet)
+        config = _config(loaded, engine, tokenizer, registry, grpc, backend, fleet, _parameters(set_ or []))
         _write(config, out)
         for finding in check_repository(out):
             typer.echo(str(finding), err=True)
@@ -96,6 +100,7 @@ def _config(
     grpc: str,
     backend: str | None,
     fleet: str | None,
+    own: Mapping[str, str],
 ) -> RepositoryConfig:
     from lora_slots.plan_report import router_parameters
     from lora_slots.refusals import Refused
@@ -121,11 +126,20 @@ def _config(
         engine_url=grpc,
         max_batch_size=profile.engine.max_batch_size,
         router=router,
-        engine={"exclude_input_in_output": "true", **parameters},
+        engine={"exclude_input_in_output": "true", **parameters, **own},
         text={key: str(value).lower() for key, value in profile.text.model_dump().items()},
         backend=_backend(profile, backend),
         dora=profile.lora.dora,
     )
+
+
+def _parameters(words: list[str]) -> dict[str, str]:
+    from lora_slots.refusals import Refused
+
+    wrong = [word for word in words if not word.partition("=")[0].strip() or "=" not in word]
+    if wrong:
+        raise Refused("\n".join(f"--set {word}: write KEY=VALUE" for word in wrong))
+    return {key.strip(): value for key, _, value in (word.partition("=") for word in words)}
 
 
 def _own_tokenizer(engine: Path) -> Path:

@@ -1,0 +1,211 @@
+"""From a profile to a server: build, plan, render, serve, and what a client then meets. All by the commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import typer
+import yaml
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+from typer.testing import CliRunner
+
+from lora_slots import engine_command, repo_command
+from lora_slots.base_model.tiny import make_tiny_llama
+from lora_slots.stack import StackConfig, TritonServer
+from lora_slots.stack.ports import choose_ports
+
+ROOT = Path(__file__).parents[2]
+PROFILE = ROOT / "engines" / "profiles" / "smollm2-135m.yaml"
+
+
+def run(*words: str, code: int = 0) -> Any:
+    """Run a command in this process; it must end with the code."""
+    app = typer.Typer()
+    for command in (engine_command, repo_command):
+        command.register(app)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, (result.output, result.stderr, result.exception)
+    return result
+
+
+@dataclass(frozen=True)
+class Made:
+    """A profile of the tiny base, and the engine built from it."""
+
+    profile: Path
+    engine: Path
+    registry: Path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Built by `engine build`."""
+    folder = tmp_path_factory.mktemp("profile")
+    base = make_tiny_llama(folder / "base", seed=11)
+    data = yaml.safe_load(PROFILE.read_text())
+    data["name"] = "tiny"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    data["model"] |= {**sizes, "head_size": 16, "vocab_size": 256, "max_positions": 512}
+    data["engine"] |= {"max_batch_size": 16, "max_seq_len": 512}  # long answers: the suite wants requests that last
+    data["lora"]["max_rank"] = 16
+    data["serving"]["slots"] = 2
+    profile, registry = folder / "tiny.yaml", folder / "adapters.yaml"
+    profile.write_text(yaml.safe_dump(data))
+    registry.write_text("schema: 1\nadapters: {}\n")
+    engine = folder / "engine"
+    run("engine", "build", str(profile), "--base", str(base), "--cache", str(folder / "cache"), "-o", str(engine))
+    return Made(profile, engine, registry)
+
+
+def test_render_refuses_what_it_would_destroy_and_what_does_not_fit(made: Made, tmp_path: Path) -> None:
+    """A folder that is no repository is left alone; an engine that is not the profile's is told key by key."""
+    (tmp_path / "mine.txt").write_text("keep")
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine))
+    assert "left alone" in run(*words, "-o", str(tmp_path), code=2).stderr
+    assert (tmp_path / "mine.txt").read_text() == "keep"
+    other = run("repo", "render", str(PROFILE), "--engine", str(made.engine), "-o", str(tmp_path / "models"), code=2)
+    assert "pretrained_config.hidden_size: 64, not 576" in other.stderr
+    assert not (tmp_path / "models").exists()
+    assert "write python or tensorrtllm" in run(*words, "-o", str(tmp_path / "m"), "--backend", "x", code=2).stderr
+
+
+def test_rendering_again_replaces_in_one_step(made: Made, tmp_path: Path) -> None:
+    """A repository that is there is replaced whole; nothing else is left beside it."""
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    run(*words)
+    before = (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
+    (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").write_text("spoilt")
+    run(*words)
+    assert (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+    assert json.loads(run("repo", "check", str(tmp_path / "models"), "--json").output) == []
+
+
+@pytest.fixture(scope="module")
+def served(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """The rendered repository in a real Triton."""
+    ports, models = choose_ports(0, 0, 0), tmp_path_factory.mktemp("served") / "models"
+    words = ["--registry", str(made.registry), "--grpc", f"127.0.0.1:{ports.grpc}", "-o", str(models)]
+    # the suite expects the runtime's default here, and every LoRA parameter to be there
+    prefetch = tmp_path_factory.mktemp("prefetch")
+    own = ("exclude_input_in_output=false", "lora_cache_gpu_memory_fraction=0.1", f"lora_prefetch_dir={prefetch}")
+    words += [word for each in own for word in ("--set", each)]
+    run("repo", "render", str(made.profile), "--engine", str(made.engine), *words)
+    config = StackConfig(models, http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics)
+    with TritonServer(config) as server:
+        yield server
+
+
+@pytest.mark.triton
+def test_profile_to_served_engine_keeps_the_contract(made: Made, served: TritonServer, tmp_path: Path) -> None:
+    """The contract suite passes against the engine served from a profile."""
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout=60", "-p", "no:cacheprovider", "tests/contract"]
+    command += ["--triton", f"grpc://127.0.0.1:{served.ports.grpc}", "--engine", str(made.engine)]
+    told = tmp_path / "contract.txt"
+    with told.open("w") as out:
+        try:
+            code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=150, check=False).returncode
+        except subprocess.TimeoutExpired:  # a failed check leaves its stream open, and gRPC then does not end
+            code = -1
+    assert code == 0, told.read_text()[-6000:]
+
+
+STUB = '''
+import json
+import triton_python_backend_utils as pb
+
+
+class TritonPythonModel:
+    """Answers every request with the shapes of its inputs, and the parameters of the model."""
+
+    def initialize(self, args):
+        self.parameters = json.loads(args["model_config"])["parameters"]
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            told = {t.name(): list(t.shape()) for t in request.inputs()}
+            text = json.dumps([told, {k: v["string_value"] for k, v in self.parameters.items()}])
+            import numpy as np
+            ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)[None, None]
+            length = np.array([[ids.shape[-1]]], np.int32)
+            outputs = [pb.Tensor("output_ids", ids), pb.Tensor("sequence_length", length)]
+            sender.send(pb.InferenceResponse(outputs), flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        return None
+'''
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_real_server_takes_the_cpp_form(made: Made, tmp_path: Path, dtype: str) -> None:
+    """The C++ form, its backend line swapped for a stub: Triton loads all models and takes every tensor."""
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    config = json.loads((made.engine / "config.json").read_text())
+    config["pretrained_config"]["dtype"] = dtype
+    config["build_config"]["plugin_config"]["lora_plugin"] = dtype
+    (engine / "config.json").write_text(json.dumps(config))
+    ports, models = choose_ports(0, 0, 0), tmp_path / "models"
+    words = ["--registry", str(made.registry), "--tokenizer", str(made.engine / "base"), "--no-check-engine"]
+    words += ["--grpc", f"127.0.0.1:{ports.grpc}", "--backend", "tensorrtllm", "-o", str(models)]
+    run("repo", "render", str(made.profile), "--engine", str(engine), *words)
+    file = models / "tensorrt_llm" / "config.pbtxt"
+    text = file.read_text()
+    assert 'backend: "tensorrtllm"' in text
+    file.write_text(text.replace('backend: "tensorrtllm"', 'backend: "python"'))
+    (models / "tensorrt_llm" / "1" / "model.py").write_text(STUB)
+    stack = StackConfig(models, http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics)
+    with TritonServer(stack) as server:
+        told, parameters = ask_stub(f"127.0.0.1:{server.ports.grpc}", text)
+    parsed = text_format.Parse(text, model_config_pb2.ModelConfig())
+    assert set(told) == {tensor.name for tensor in parsed.input}
+    assert told["lora_weights"] == [1, 2, 8]
+    assert told["lora_config"] == [1, 2, 3]
+    assert told["lora_task_id"] == [1]  # reshaped: the wire's [1, 1] without its last dimension
+    assert parameters == {key: value.string_value for key, value in parsed.parameters.items()}
+
+
+def ask_stub(url: str, text: str) -> Any:
+    """Send one request with every input there is; what the stub saw."""
+    parsed = text_format.Parse(text, model_config_pb2.ModelConfig())
+    inputs = []
+    for tensor in parsed.input:
+        dims = {"lora_weights": [2, 8], "lora_config": [2, 3], "stop_words_list": [2, 3], "bad_words_list": [2, 3]}
+        shape = [1, *dims.get(tensor.name, [abs(d) if d > 0 else 4 for d in tensor.dims])]
+        wire = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_").replace("STRING", "BYTES")
+        each = triton.InferInput(tensor.name, shape, wire)
+        if wire == "BF16":
+            each.set_data_from_numpy(np.zeros(shape, ml_dtypes.bfloat16))
+        elif wire == "BYTES":
+            each.set_data_from_numpy(np.full(shape, b"x", np.object_))
+        else:
+            kinds = {
+                "FP16": "f2",
+                "FP32": "f4",
+                "INT32": "i4",
+                "INT64": "i8",
+                "UINT64": "u8",
+                "UINT8": "u1",
+                "BOOL": "?",
+            }
+            each.set_data_from_numpy(np.zeros(shape, kinds[wire]))
+        inputs.append(each)
+    answers: list[Any] = []
+    with triton.InferenceServerClient(url) as client:
+        client.start_stream(lambda result, error: answers.append((result, error)))
+        client.async_stream_infer("tensorrt_llm", inputs)
+        client.stop_stream()
+    result, error = answers[0]
+    assert error is None, error.message()
+    return json.loads(bytes(result.as_numpy("output_ids").ravel().astype(np.uint8)))
