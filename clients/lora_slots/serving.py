@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +23,9 @@ from adapter_slots.errors import ConversionFailed
 from adapter_slots.ports import MetricSink
 from trtllm_lora import Bundle, EngineShape
 
+UNWOUND_S = 30.0
+"""A process whose Python stood still for so long hangs for ever."""
+
 
 def open_service(parameters: Mapping[str, str], metrics: MetricSink | None = None) -> Service:
     """Start a slot manager that can convert; parameters are those of `lora_router` (adapter_slots.Settings).
@@ -26,6 +33,7 @@ def open_service(parameters: Mapping[str, str], metrics: MetricSink | None = Non
     Raises:
         SettingsError, RegistryError, TierError: with every reason.
     """
+    threading.Thread(target=_end_with_server, args=(os.getppid(),), name="end-with-server", daemon=True).start()
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -36,6 +44,19 @@ def open_service(parameters: Mapping[str, str], metrics: MetricSink | None = Non
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     return open_slots(parameters, metrics, _converter)
+
+
+def _end_with_server(server: int) -> None:
+    """End this process when the server that started it is gone.
+
+    Left to itself it can hang: a custom metric waits for the server's answer for ever, and lets no other Python thread
+    run meanwhile. So there is a timer below Python too, wound up as long as Python runs.
+    """
+    while os.getppid() == server:
+        faulthandler.dump_traceback_later(UNWOUND_S, exit=True)
+        time.sleep(1)
+    time.sleep(2)  # an orderly end, if it can be had
+    os._exit(1)
 
 
 def _converter(settings: Settings) -> Converter | None:

@@ -53,7 +53,7 @@ def kill_stub(server: TritonServer, model: str) -> None:
 def until(true: Callable[[], bool]) -> None:
     """Wait for what the supervisor brings about."""
     clock = threading.Event()
-    for _ in range(300):
+    for _ in range(600):
         if true():
             return
         clock.wait(0.1)
@@ -120,3 +120,39 @@ def answers_right(server: TritonServer, answer: dict[str, Any]) -> bool:
             return bool("".join(client.generate(answer["text_input"], adapter=answer["adapter"])) == answer["text"])
     except ServerError:
         return False
+
+
+def test_a_server_killed_with_its_keeper_leaves_no_process(prepared: Prepared) -> None:
+    """`pkill -9 -f tritonserver` takes the keeper too; the Python models end by themselves, lora_router included."""
+    with running(prepared) as server:
+        with Client(server.grpc_url) as client:
+            client.operate("warm", adapter="pirate")
+        pid = server.pid
+        assert pid is not None
+        stubs = [child for child in descendants(pid) if "stub" in command_of(child)]
+        assert len(stubs) == 4
+        os.kill(parent_of(pid), signal.SIGKILL)
+        until(lambda: not any("stub" in command_of(stub) for stub in stubs))
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below one."""
+    numbers = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+    children = [number for number in numbers if parent_of(number) == pid]
+    return children + [deeper for child in children for deeper in descendants(child)]
+
+
+def parent_of(pid: int) -> int:
+    """Parent of a process; 0 if it is gone."""
+    try:
+        return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def command_of(pid: int) -> str:
+    """Command line of a process; empty if it is gone."""
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -64,7 +64,7 @@ class Running:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """After each test here: no new process of ours, no new shared memory, no new temporary folder."""
+    """After each test here: no orphaned process of a stack, no shared memory of a server that is gone."""
     before = leftovers()
     yield
     clock = threading.Event()
@@ -77,18 +77,43 @@ def nothing_left() -> Iterator[None]:
 
 
 def leftovers() -> set[str]:
-    """Server processes, stubs, shared memory and folders of stacks on this machine."""
-    found = {f"shm {path.name}" for path in Path("/dev/shm").iterdir()}  # noqa: S108
+    """What stacks left behind on this machine; those that still run, ours or anybody's, are left alone."""
+    commands = dict(processes())
+    servers = {pid for pid, words in commands.items() if words[0].endswith("/tritonserver")}
+    ids = {word.removeprefix("--id=") for pid in servers for word in commands[pid] if word.startswith("--id=")}
+    found = set()
+    for pid, words in commands.items():
+        parent = commands.get(parent_of(pid), [""])
+        if pid in servers and not any(word.endswith("keeper.py") for word in parent):
+            found.add(f"server {pid}")
+        if words[0].endswith("triton_python_backend_stub") and parent_of(pid) not in servers:
+            found.add(f"stub {pid}")
+    for path in Path("/dev/shm").glob("lora-slots-*"):  # noqa: S108
+        owner = path.name.removeprefix("lora-slots-").split("-")[0]
+        if f"lora-slots-{owner}" not in ids and not (owner.isdigit() and int(owner) in commands):
+            found.add(f"shm {path.name}")
+    return found
+
+
+def processes() -> Iterator[tuple[int, list[str]]]:
+    """(process id, command line) of everything that runs."""
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
         try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            words = (
+                (folder / "cmdline").read_bytes().decode(errors="replace").split("\0") if folder.name.isdigit() else []
+            )
         except OSError:
             continue
-        if "tritonserver" in command or "triton_python_backend_stub" in command:
-            found.add(f"process {folder.name}")
-    return found
+        if words and words[0]:
+            yield int(folder.name), words
+
+
+def parent_of(pid: int) -> int:
+    """Parent of a process; 0 if it is gone."""
+    try:
+        return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def test_the_check_passes() -> None:
@@ -155,9 +180,9 @@ def test_a_killed_triton_is_noticed_and_its_log_shown() -> None:
     """The server dies while serving: exit code 1 and the log's tail."""
     running = Running()
     running.until("serving until Ctrl-C")
-    servers = [path for path in Path("/proc").iterdir() if path.name.isdigit() and is_server_of(path, running)]
+    servers = [pid for pid, words in processes() if words[0].endswith("/tritonserver") and descends(pid, running)]
     assert len(servers) == 1
-    os.kill(int(servers[0].name), signal.SIGKILL)
+    os.kill(servers[0], signal.SIGKILL)
     code, said = running.end()
     assert code == 1
     assert "the embedded Triton ended by itself" in said
@@ -165,19 +190,12 @@ def test_a_killed_triton_is_noticed_and_its_log_shown() -> None:
     assert "Traceback" not in said
 
 
-def is_server_of(path: Path, running: Running) -> bool:
-    """Whether a process is the tritonserver that this `up` started."""
-    try:
-        command = (path / "cmdline").read_bytes().split(b"\0")[0]
-        if not command.endswith(b"/tritonserver"):
-            return False
-        parent = int(path.name)
-        while parent > 1:
-            parent = int((Path("/proc") / str(parent) / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == running.process.pid:
-                return True
-    except OSError:
-        pass
+def descends(pid: int, running: Running) -> bool:
+    """Whether a process was started by this `up`."""
+    while pid > 1:
+        pid = parent_of(pid)
+        if pid == running.process.pid:
+            return True
     return False
 
 
