@@ -131,6 +131,8 @@ def damaged(draw: Any) -> bytes:
     """The plain adapter's file with bytes changed in the header, cut off, repeated or put in."""
     data = bytearray(GOOD)
     for _ in range(draw(st.integers(1, 4))):
+        if not data:
+            break
         at = draw(st.integers(0, min(DATA_AT, len(data)) - 1))
         how = draw(st.sampled_from(["flip", "set", "cut", "insert", "delete", "move"]))
         if how == "flip":
