@@ -140,7 +140,7 @@ def to_host(bundle: Bundle, runs: int) -> None:
     files = [bundle.path / name for name in bundle.manifest["files"]]
 
     def ours() -> None:
-        host.forget_name(host.load(bundle, f"lora-slots-bench-{os.getpid()}"))
+        host.forget_name(host.load(bundle, f"lora-slots-bench-{os.getpid()}").name)
 
     def raw() -> None:
         for file in files:

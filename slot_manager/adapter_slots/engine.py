@@ -56,11 +56,15 @@ class TritonEngine:
 
     async def ready(self) -> bool:
         """Whether the engine's model is loaded. Never raises."""
+        # a connection of its own: one that was refused once is not tried again for a second or more
+        probe = triton.InferenceServerClient(self._url)
         try:
             async with asyncio.timeout(self._timeout_s):
-                return bool(await self._open().is_model_ready(self._model))
+                return bool(await probe.is_model_ready(self._model))
         except (TimeoutError, InferenceServerException):
             return False
+        finally:
+            await probe.close()
 
     async def register(self, region: Region) -> None:
         """Let Triton map a region. Raises TierError."""

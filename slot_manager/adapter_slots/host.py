@@ -93,9 +93,9 @@ def _send(file: Path, length: int, handle: int) -> None:
             start, length = start + sent, length - sent
 
 
-def forget_name(region: Region) -> None:
-    """Take the region's name away; mappings live on."""
-    (SHM / region.name).unlink(missing_ok=True)
+def forget_name(name: str) -> None:
+    """Take a region's name away, if there is one; mappings live on."""
+    (SHM / name).unlink(missing_ok=True)
 
 
 def _aligned(size: int) -> int:

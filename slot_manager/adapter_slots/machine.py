@@ -50,7 +50,7 @@ from adapter_slots.events import (
     Unpinned,
     Warmed,
 )
-from adapter_slots.membership import Membership
+from adapter_slots.membership import DRAINING_TEXT, Membership
 from adapter_slots.policy import Policy
 from adapter_slots.records import Adapter, Lease, MachineConfig
 from adapter_slots.room import could_fit, room_in_host, room_in_slots
@@ -145,7 +145,7 @@ class SlotMachine(Membership):
         """Why a lease is refused at once, if it is."""
         refuse = (event.lease, adapter.digest)
         if self.draining:
-            return Refuse(*refuse, Reason.DRAINING, "the slot manager is draining")
+            return Refuse(*refuse, Reason.DRAINING, DRAINING_TEXT)
         if adapter.removed:
             return Refuse(*refuse, Reason.REMOVED, f"{adapter.name} was removed")
         if self._too_large(adapter):

@@ -7,6 +7,8 @@ from adapter_slots.events import Added, Reason, Tier
 from adapter_slots.records import Adapter
 from adapter_slots.working_set import WorkingSet
 
+DRAINING_TEXT = "the slot manager is draining; `lora-slots slots drain --off` ends it"
+
 
 class Membership(WorkingSet):
     """The slow events; none of them is on the way of a request."""
@@ -65,7 +67,8 @@ class Membership(WorkingSet):
         if adapter.tier is not Tier.SLOT:
             raise EventRefused(f"{adapter.name} is not in a slot")
         if adapter.held:
-            raise EventRefused(f"{adapter.name} is held: {adapter.holders}")
+            hint = "; unpin it first" if adapter.pinned else ""
+            raise EventRefused(f"{adapter.name} is held: {adapter.holders}{hint}")
         self._leave_slot(adapter, Reason.OPERATOR, now)
 
     def _drained(self, on: bool) -> None:
@@ -73,4 +76,4 @@ class Membership(WorkingSet):
         if on:
             for adapter in list(self.adapters.values()):
                 if adapter.waiting or adapter.warming:
-                    self._refuse_all(adapter, Reason.DRAINING, "the slot manager is draining")
+                    self._refuse_all(adapter, Reason.DRAINING, DRAINING_TEXT)

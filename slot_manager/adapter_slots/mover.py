@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,15 +114,16 @@ class Mover:
             raise BundleGone(f"{entry.name}: its bundle left the disk")
         self._count += 1
         name = f"lora-slots-{os.getpid()}-{self._count}-{digest[:12]}"
+        over = threading.Event()
         try:
             async with asyncio.timeout(self._limits.to_host_s):
-                region = await asyncio.to_thread(self._load, digest, bundle, name)
-                try:
-                    await self._engine.register(region)
-                finally:
-                    host.forget_name(region)
+                region = await asyncio.to_thread(self._load, digest, bundle, name, over)
+                await self._engine.register(region)
         except TimeoutError:
             raise TierError(f"{entry.name}: not in shared memory within {self._limits.to_host_s} s") from None
+        finally:
+            over.set()
+            host.forget_name(name)
         self._regions[digest] = region
 
     async def to_slot(self, digest: str) -> None:
@@ -153,7 +155,10 @@ class Mover:
         self._bundles[entry.digest] = bundle
         return Facts(bundle.task_id, self._disk.pages(bundle), host.region_bytes(bundle))
 
-    def _load(self, digest: str, bundle: Bundle, name: str) -> Region:
+    def _load(self, digest: str, bundle: Bundle, name: str, over: threading.Event) -> Region:
         with self._disk.in_use(digest):
             self._disk.verify(bundle)
-            return host.load(bundle, name)
+            region = host.load(bundle, name)
+        if over.is_set():  # nobody waits any more: a thread outlives the move that was given up
+            host.forget_name(name)
+        return region

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from trtllm_lora import Bundle
 
 SCHEMA = 1
 FILE_NAME = "adapters.yaml"
+BASE_NAME = "base"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}")
+NAME_RULE = "a letter or digit, then up to 127 letters, digits or any of . _ : @ / -, no '..', and not 'base'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,8 @@ class Registry:
         entry = self.entries.get(name)
         if entry is None:
             near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0.5)
-            hint = f"near names: {', '.join(near)}" if near else f"{len(self.entries)} adapters are known"
+            few = ", ".join(sorted(self.entries)) if len(self.entries) <= 8 else f"{len(self.entries)} are known"
+            hint = f"near names: {', '.join(near)}" if near else f"there are: {few or 'none'}"
             raise UnknownAdapter(f"no adapter {name[:80]!r}; {hint}", adapter=name[:80])
         return entry
 
@@ -125,6 +130,8 @@ def publish(file: Path, bundle: Bundle, name: str | None = None) -> Entry:
 
 def publish_at(file: Path, name: str, digest: str, path: str) -> Entry:
     """Make what lies at `path` (a URL, or relative to the file) the current version. Raises RegistryError."""
+    if not is_name(name):
+        raise RegistryError(f"{name[:60]!r} is no adapter name: {NAME_RULE}")
     document: dict[str, Any] = _load(file) if file.exists() else {"schema": SCHEMA, "adapters": {}}
     versions = document["adapters"].setdefault(name, {}).setdefault("versions", [])
     if not versions or (versions[-1]["digest"], versions[-1]["path"]) != (digest, path):
@@ -197,8 +204,8 @@ def _problems(document: Any) -> Iterator[str]:
         yield "'adapters' must be a mapping of names"
         return
     for name, adapter in adapters.items():
-        if not isinstance(name, str) or not name.strip():
-            yield f"adapter name {name!r} is not text"
+        if not is_name(name):
+            yield f"{str(name)[:60]!r} is no adapter name: {NAME_RULE}"
         yield from _adapter_problems(str(name), adapter, pools)
 
 
@@ -218,6 +225,11 @@ def _adapter_problems(name: str, adapter: Any, pools: Mapping[str, Any]) -> Iter
             yield f"{name}: versions[{i}] must have exactly {', '.join(wanted)}"
         elif not all(isinstance(version[key], kind) for key, kind in wanted.items()):
             yield f"{name}: versions[{i}]: version is a number, digest and path are text"
+
+
+def is_name(name: object) -> bool:
+    """Whether an adapter may be called so (NAME_RULE)."""
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and ".." not in name and name != BASE_NAME
 
 
 def _is_count(value: Any) -> bool:

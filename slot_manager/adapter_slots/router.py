@@ -6,6 +6,7 @@ on untouched. Weights never come from clients: they would push adapters out of t
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import time
@@ -23,6 +24,8 @@ ANONYMOUS_MARGIN_S = 2.0
 GUESSED_TOKEN_S = 0.1
 
 OPERATIONS = ("status", "explain", "lease", "end", "missed", "verify", "warm", "pin", "unpin", "evict", "drain")
+_OTHER_NAMES = ("lora", "lora_name", "lora_path", "lora_adapter", "adapter_name", "adapter_id", "model_id")
+"""What other servers call the choice of an adapter."""
 Reply = Callable[[Mapping[str, Any]], None]
 Fail = Callable[[SlotError], None]
 Gone = Callable[[], bool]
@@ -37,8 +40,8 @@ class Incoming(Protocol):
     task_id: int | None
     has_weights: bool
     max_tokens: int
-    cold: str
-    """Policy for a cold adapter: "" (the router's), "wait" or "fail"."""
+    parameters: Mapping[str, Any]
+    """Triton's request parameters. HTTP's generate makes one of every field that is no input: of a misspelt one too."""
 
     def forward(self, task_id: int | None, *, report_end: bool) -> None:
         """Send the request on, under a task id or (None) to the base model."""
@@ -76,7 +79,7 @@ class Router:
                 owner,
                 wait_s=self._wait_s,
                 hold_s=self._hold_s(incoming.max_tokens, reported=bool(incoming.request_id)),
-                waits=self._waits(incoming.cold),
+                waits=self._waits(str(incoming.parameters.get("cold", ""))),
             )
         except SlotError as error:
             incoming.fail(error)
@@ -131,11 +134,16 @@ class Router:
                 "lora_weights and lora_config are pushed by the slot manager: publish the adapter in adapters.yaml "
                 "and name it in the input 'adapter'"
             )
-        if incoming.adapter and incoming.task_id is not None:
+        if incoming.adapter == "":
+            raise BadRequest("the input 'adapter' is empty: leave it out to ask the base model")
+        strange = [key for key in incoming.parameters if _means_adapter(key)]
+        if strange:
+            raise BadRequest(f"there is no input {strange[0][:40]!r}; did you mean 'adapter'?")
+        if incoming.adapter is not None and incoming.task_id is not None:
             raise BadRequest("give 'adapter' or 'lora_task_id', not both")
         if incoming.task_id is not None:
             return self._manager.name_of_task(incoming.task_id)
-        return incoming.adapter or None
+        return incoming.adapter
 
     def _granted(self, incoming: Incoming, grant: Grant) -> None:
         if incoming.request_id:
@@ -192,6 +200,12 @@ class Router:
             reply({"op": "warm", "adapter": adapter, "found_in": grant.found_in.name, "waited_s": grant.waited_s})
 
         self._manager.acquire(adapter, lease, Owner(granted, fail), wait_s=self._wait_s, hold_s=self._wait_s)
+
+
+def _means_adapter(field: str) -> bool:
+    """Whether an unknown field was most likely meant to choose an adapter: the base must not answer it."""
+    plain = field.lower().replace("-", "_")
+    return plain in _OTHER_NAMES or bool(difflib.get_close_matches(plain, ("adapter",), n=1, cutoff=0.7))
 
 
 def _arguments(text: str) -> Mapping[str, Any]:

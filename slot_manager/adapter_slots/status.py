@@ -12,7 +12,7 @@ from adapter_slots.registry import Entry, Registry
 
 def status_of(machine: SlotMachine, registry: Registry, now: float) -> dict[str, Any]:
     """The working set at `now` (seconds of the machine's clock); call under the manager's lock."""
-    adapters = sorted(machine.adapters.values(), key=lambda a: (a.name, a.digest))
+    adapters = sorted((a for a in machine.adapters.values() if not a.removed), key=lambda a: (a.name, a.digest))
     return {
         "num_slots": machine.config.num_slots,
         "slots_used": sum(a.tier is Tier.SLOT or a.moving is Tier.SLOT for a in adapters),

@@ -36,7 +36,7 @@ class Request:
     task_id: int | None = None
     has_weights: bool = False
     max_tokens: int = 4
-    cold: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     told: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
 
     def forward(self, task_id: int | None, *, report_end: bool) -> None:
@@ -106,11 +106,14 @@ def test_a_name_or_a_known_task_id_gets_the_task_id(desk: Desk) -> None:
     ("request_", "code", "words"),
     [
         (Request(adapter="bee"), "NOT_FOUND", "no adapter 'bee'"),
+        (Request(adapter=""), "INVALID_ARG", "leave it out to ask the base model"),
+        (Request(parameters={"adaptor": "ant"}), "INVALID_ARG", "no input 'adaptor'; did you mean 'adapter'?"),
+        (Request(parameters={"lora_name": "ant"}), "INVALID_ARG", "did you mean 'adapter'?"),
         (Request(task_id=0), "NOT_FOUND", "no adapter has task id 0"),
         (Request(adapter="ant", task_id=1), "INVALID_ARG", "not both"),
         (Request(adapter="ant", has_weights=True), "INVALID_ARG", "publish the adapter"),
-        (Request(adapter="ant", cold="base"), "INVALID_ARG", "can 'wait' or 'fail'"),
-        (Request(adapter="ant", cold="fail"), "UNAVAILABLE", "ready in about"),
+        (Request(adapter="ant", parameters={"cold": "base"}), "INVALID_ARG", "can 'wait' or 'fail'"),
+        (Request(adapter="ant", parameters={"cold": "fail"}), "UNAVAILABLE", "ready in about"),
     ],
 )
 def test_what_is_refused_and_how(desk: Desk, request_: Request, code: str, words: str) -> None:

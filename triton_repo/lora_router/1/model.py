@@ -50,7 +50,7 @@ class TritonRequest:
         task_id = self.tensors.pop("lora_task_id", None)
         self.task_id = None if task_id is None else int(task_id.as_numpy().reshape(-1)[0])
         self.has_weights = "lora_weights" in self.tensors or "lora_config" in self.tensors
-        self.cold = json.loads(request.parameters() or "{}").get("cold", "")
+        self.parameters = json.loads(request.parameters() or "{}")
         length = self.tensors.get("request_output_len")
         self.max_tokens = 0 if length is None else int(length.as_numpy().reshape(-1)[0])
 
