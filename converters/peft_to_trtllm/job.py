@@ -25,6 +25,7 @@ from peft_to_trtllm.preflight import base_of_engine, check_engine, check_without
 from peft_to_trtllm.report import Report
 from peft_to_trtllm.rounding import Array
 from peft_to_trtllm.rows import Plan
+from peft_to_trtllm.targeting import Targeting
 from peft_to_trtllm.tensor_file import FileProblem
 from trtllm_lora import BundleFacts, EngineShape, ShapeError
 from trtllm_lora.shape import DTYPES, read_json
@@ -149,7 +150,7 @@ class Job:
         modules = collect_modules(adapter.file.tensors, report)
         self._judge_biases(adapter, settings, modules)
         self._judge_magnitudes(settings, modules)
-        planner = Planner(settings, self._base, report)
+        planner = Planner(settings, Targeting(adapter.config, report), self._base, report)
         plan = planner.plan(modules)
         if plan and self.request.fused:
             plan = fuse(plan, self.request.fused, self._tp_size, planner.dims, report.problems)

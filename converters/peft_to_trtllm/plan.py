@@ -17,9 +17,10 @@ from peft_to_trtllm.keys import PREFIX_WORDS, Place, Refused, parse_path
 from peft_to_trtllm.modules import Adapted
 from peft_to_trtllm.report import Match, Report
 from peft_to_trtllm.rows import Block, Factors, Plan, Row
-from peft_to_trtllm.scale import ScaleRules
+from peft_to_trtllm.scale import Scale, ScaleRules
 from peft_to_trtllm.split import split_leaf
 from peft_to_trtllm.stored import stored_factors
+from peft_to_trtllm.targeting import Targeting
 
 MOE_MODULES = frozenset({"moe_h_to_4h", "moe_4h_to_h", "moe_gate"})
 
@@ -38,8 +39,9 @@ class Target(NamedTuple):
 class Planner:
     """Plans one adapter; every problem goes into the report."""
 
-    def __init__(self, settings: Settings, base: Base | None, report: Report) -> None:
+    def __init__(self, settings: Settings, targeting: Targeting, base: Base | None, report: Report) -> None:
         self.settings = settings
+        self.targeting = targeting
         self.base = base
         self.report = report
         self.problems = report.problems
@@ -73,6 +75,7 @@ class Planner:
             return []
         if not self._place_fits(place, adapted):
             return []
+        self._note_untargeted(adapted, place.layer)
         leaf_path = ".".join(place.leaf)
         if experts_leaf(leaf_path):
             return self._expert_targets(adapted, place)
@@ -80,7 +83,9 @@ class Planner:
         if leaf is None:
             self._no_leaf(leaf_path, adapted)
             return []
-        rule = self.scales.of(adapted.path)
+        rule = self._scale(adapted)
+        if rule is None:
+            return []
         factors = stored_factors(adapted, rule.scale, self.settings, self.dims, leaf, place.layer, self.problems)
         if factors is None or not self._rank_fits(factors, rule.rank, adapted):
             return []
@@ -89,6 +94,29 @@ class Planner:
         if targets:
             self._note(place, factors, leaf.modules)
         return targets
+
+    def _scale(self, adapted: Adapted) -> Scale | None:
+        """Rank and scale of a plain module; of one wrapped by target_parameters under `<module>.<parameter>`."""
+        parameters = self.targeting.parameters(adapted.path)
+        rules = [self.scales.of(f"{adapted.path}.{name}") for name in parameters] or [self.scales.of(adapted.path)]
+        if len(set(rules)) == 1:
+            return rules[0]
+        self.problems.add(
+            "target-parameters",
+            adapted.a.name,
+            f"target_parameters names {', '.join(parameters)} of this module, and the patterns scale them differently",
+            "one parameter of the module in target_parameters, the one that was trained",
+        )
+        return None
+
+    def _note_untargeted(self, adapted: Adapted, layer: int) -> None:
+        if not self.targeting.covers(adapted.path.replace(".base_layer", ""), layer):
+            self.report.warnings.add(
+                "targets",
+                adapted.path,
+                "not among target_modules and layers_to_transform of adapter_config.json; it is converted",
+                "PEFT would pass over these tensors: a config that covers the file, or a file without them",
+            )
 
     def _note(self, place: Place, factors: Factors, modules: tuple[str, ...], remark: str = "") -> None:
         leaf = leaf_name(".".join(place.leaf))

@@ -83,7 +83,7 @@ class ScaleRules:
 def _compile(name: str, patterns: Mapping[str, float], problems: Findings) -> list[tuple[str, re.Pattern[str], float]]:
     table = []
     for key, value in patterns.items():
-        reason = _against(key)
+        reason = cost_of(key)
         if reason:
             problems.add(
                 "pattern-cost",
@@ -96,8 +96,8 @@ def _compile(name: str, patterns: Mapping[str, float], problems: Findings) -> li
     return table
 
 
-def _against(key: str) -> str | None:
-    """Why this pattern must not be run, or None."""
+def cost_of(key: str) -> str | None:
+    """Why this pattern of a stranger must not be run, or None."""
     if len(key) > _LONGEST_KEY:
         return f"has {len(key)} characters, at most {_LONGEST_KEY} are matched"
     try:
