@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -46,7 +47,10 @@ def main() -> int:
     client = triton.InferenceServerClient(options.url)
     client.start_stream(lambda result, error: answers.put((result, error)))
     # an id of its own lets the server see the end of this request, and free the adapter's slot at once
-    client.async_stream_infer("ensemble", inputs, request_id=uuid.uuid4().hex, enable_empty_final_response=True)
+    try:
+        client.async_stream_infer("ensemble", inputs, request_id=uuid.uuid4().hex, enable_empty_final_response=True)
+    except InferenceServerException:
+        pass  # the stream is broken already: what broke it comes through the callback
     while True:
         result, error = answers.get()
         if error is not None:

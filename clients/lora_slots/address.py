@@ -37,6 +37,13 @@ def find() -> str:
     return given or str(_read().get("grpc", DEFAULT_URL))
 
 
+def running() -> str | None:
+    """host:port of this user's embedded stack, if one runs."""
+    said = _read()
+    pid = said.get("pid")
+    return str(said["grpc"]) if isinstance(pid, int) and Path(f"/proc/{pid}").is_dir() else None
+
+
 def _read() -> dict[str, object]:
     try:
         value = json.loads(_file().read_text(encoding="utf-8"))

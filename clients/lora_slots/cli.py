@@ -24,6 +24,11 @@ def main() -> NoReturn:
             from lora_slots import convert_command
 
             sys.exit(convert_command.main(sys.argv[2:]))
+        if sys.argv[1:] == ["--version"]:
+            from importlib.metadata import version
+
+            sys.stdout.write(f"lora-slots {version('lora-slots')}\n")
+            sys.exit(0)
         sys.exit(_run())
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
@@ -58,7 +63,8 @@ def _run() -> int:
     except typer.Abort:
         return EXIT_INTERRUPTED
     except usage_error as error:
-        sys.stderr.write(f"lora-slots: {error}\n")
+        if str(error).strip():  # without arguments the help was printed, and that is all
+            sys.stderr.write(f"lora-slots: {error}\n")
         return EXIT_ENVIRONMENT
     except ServerError as error:
         return _fail(f"{error} [{error.code}]", error.exit_code)
@@ -78,6 +84,8 @@ def _usage_error(kind: type[Exception]) -> type[Exception]:
 
 def lora_slots() -> None:
     """Serve many LoRA adapters on one TensorRT-LLM engine behind Triton.
+
+    `lora-slots --version` prints the version.
 
     Exit codes: 0 done, 1 usage or environment, 2 refused, 3 a check failed, 130 interrupted.
     """

@@ -72,8 +72,7 @@ class Client:
         """Pieces of the answer to `text` (a finished prompt: no chat template is applied), as they come.
 
         `adapter` None asks the base model; `sampling` takes the names of SAMPLING; `end_id` None means the
-        tokenizer's. Leaving the iterator early
-        cancels the request.
+        tokenizer's. Leaving the iterator early cancels the request.
 
         Raises:
             ServerError: the server refused, failed, or is not there.
@@ -116,12 +115,12 @@ class Client:
             except self._exception as broken:
                 # the stream broke before the request was queued; what broke it comes through the callback
                 ended = True
-                raise server_error(answers.get()[1] or broken) from None
+                raise server_error(answers.get()[1] or broken, self.url) from None
             while not ended:
                 result, error = answers.get()
                 if error is not None:
                     ended = True
-                    raise server_error(error)
+                    raise server_error(error, self.url)
                 response = result.get_response()
                 ended = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
@@ -140,7 +139,7 @@ class Client:
         return tensor
 
 
-def server_error(error: Exception) -> ServerError:
+def server_error(error: Exception, url: str) -> ServerError:
     """Triton's error as ours: the status name, and the text without Triton's wrapping."""
     text = str(error)
     status = _STATUS.match(text)
@@ -149,5 +148,5 @@ def server_error(error: Exception) -> ServerError:
     code = tag.group(1) if tag else status.group(1) if status else "UNKNOWN"
     message = _TAG.sub("", message)
     if code == "UNAVAILABLE" and "connect" in message:
-        message = f"no server answers there ({message})"
+        message = f"no server answers at {url}; start one with `make up`, or give --url ({message})"
     return ServerError(message, code=_CODES.get(code, code))

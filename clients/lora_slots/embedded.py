@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,11 +25,14 @@ from lora_slots.stack.ports import choose_ports
 from peft_to_trtllm import convert
 from reference_engine.engine_dir import build_engine, open_engine
 from reference_engine.errors import EngineDirectoryError
+from trtllm_lora import BundleError
 
 Progress = Callable[[str, int, int], object]
 ENGINE_DTYPE = "float32"
 """The reference engine computes in float32, so that its answers are those of transformers and PEFT."""
 MAX_LORA_RANK = 64
+EXIT_TIMEOUT_S = 2
+"""Seconds a stop waits for answers that still stream."""
 ENGINE_PARAMETERS = {
     "exclude_input_in_output": "true",
     # the runtime's 0.02 of what is free would not hold one adapter of rank 64 on a machine with 3 GB free; the
@@ -71,6 +75,11 @@ def publish_adapters(adapters: Mapping[str, Path], base: Path, home: Path, progr
     for done, (name, path) in enumerate(adapters.items()):
         progress("convert", done, len(adapters))
         bundle = convert(path, base=base, out=home / "bundles", dtype=ENGINE_DTYPE, name=name)
+        try:
+            bundle.verify()
+        except BundleError:  # the cache was damaged since: convert anew
+            shutil.rmtree(bundle.path)
+            bundle = convert(path, base=base, out=home / "bundles", dtype=ENGINE_DTYPE, name=name)
         publish(home / FILE_NAME, bundle, name)
     progress("convert", len(adapters), len(adapters))
     return home / FILE_NAME
@@ -113,6 +122,7 @@ def running(
             grpc_port=ports.grpc,
             metrics_port=ports.metrics,
             log_path=log_path,
+            exit_timeout_s=EXIT_TIMEOUT_S,
             control_models=True,
             temporary=(Path(folder),),
         )

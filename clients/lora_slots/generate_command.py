@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from lora_slots.errors import UsageError
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -42,6 +44,8 @@ def generate(
     from lora_slots.client import Client
 
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise UsageError("the prompt is empty")
     if not raw:
         text = _chat(text, tokenizer)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}

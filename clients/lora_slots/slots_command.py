@@ -53,6 +53,8 @@ def status(url: Url = None, as_json: Json = False) -> None:
         + (f", on disk and never asked for: {', '.join(unused)}" if unused else ""),
         highlight=False,
     )
+    if answer["draining"]:
+        console.print("draining: nothing new is granted; `slots drain --off` takes it back", highlight=False)
     if answer["registry_problem"]:
         console.print(f"registry broken, the last good one is in use: {answer['registry_problem']}", highlight=False)
 

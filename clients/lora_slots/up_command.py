@@ -54,7 +54,7 @@ def up(
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask the base and each adapter.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="Adapters in the engine's working set at most.")] = 8,
-    idle_s: Annotated[float, typer.Option(help="Evict an adapter nobody used for this many seconds.")] = 300.0,
+    idle_s: Annotated[float, typer.Option(min=0, help="Evict an adapter nobody used for this many seconds.")] = 300.0,
     http_port: Annotated[int, typer.Option(help="0: 8000 if it is free, else any.")] = 0,
     grpc_port: Annotated[int, typer.Option(help="0: 8001 if it is free, else any.")] = 0,
     metrics_port: Annotated[int, typer.Option(help="0: 8002 if it is free, else any.")] = 0,
@@ -73,7 +73,7 @@ def up(
 
     from lora_slots.stack import exit_on_signals
 
-    adapters = {**examples.adapters(), **dict(_named_folder(text) for text in adapter or [])}
+    adapters = _adapters(adapter or [])
     with exit_on_signals():
         _run(Wishes(adapters, prompt, check, (http_port, grpc_port, metrics_port), slots, idle_s), Console())
 
@@ -84,6 +84,8 @@ def _run(wishes: Wishes, console: Console) -> None:
 
     started = time.monotonic()
     ports = _choose_ports(wishes.ports)
+    if other := address.running():
+        _say(console, f"another stack of yours serves on {other}; commands without --url will talk to this one")
     with Bars(console) as bars:
         prepared = embedded.prepare(wishes.adapters, progress=bars.report)
     _say(console, "starting Triton …")
@@ -95,7 +97,11 @@ def _run(wishes: Wishes, console: Console) -> None:
     with embedded.running(prepared, ports=ports, router=router) as server, address.published(server.grpc_url):
         _warm(server.grpc_url, wishes.adapters, console)
         _say(console, f"ready after {time.monotonic() - started:.1f} s\n")
-        _serve(server, prepared, wishes, console)
+        try:
+            _serve(server, prepared, wishes, console)
+        except (KeyboardInterrupt, SystemExit):
+            _say(console, "stopping …")
+            raise
 
 
 def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Console) -> None:
@@ -150,10 +156,13 @@ def _style_problems(answers: Sequence[Answer]) -> list[str]:
 
 
 def _ready_lines(server: TritonServer, text: str, adapter: str | None) -> str:
+    from lora_slots import address
+
     body = {"id": "demo-1", "text_input": text, "max_tokens": MAX_TOKENS, "stream": True}
     if adapter:
         body["adapter"] = adapter
     option = f" --adapter {adapter}" if adapter else ""
+    at = "" if server.grpc_url == address.find() else f" --url {server.grpc_url}"
     url = f"http://{server.http_url}/v2/models/ensemble/generate_stream"
     python = _short(Path(sys.executable))
     command = _short(Path(sys.executable).with_name("lora-slots"))
@@ -166,8 +175,8 @@ def _ready_lines(server: TritonServer, text: str, adapter: str | None) -> str:
             "tritonclient:",
             f"  {python} {client} --url {server.grpc_url}{option} 'Who are you?'",
             "command line:",
-            f"  {command} generate{option} 'Who are you?'",
-            f"  {command} slots status",
+            f"  {command} generate{at}{option} 'Who are you?'",
+            f"  {command} slots status{at}",
             f"metrics: {server.metrics_url}",
             "",
             "serving until Ctrl-C",
@@ -195,11 +204,21 @@ def _choose_ports(asked: tuple[int, int, int]) -> Ports:
             wanted[wanted.index(error.port)] = 0
 
 
-def _named_folder(text: str) -> tuple[str, Path]:
-    name, separator, folder = text.partition("=")
-    if not separator or not name or not folder:
-        raise UsageError(f"--adapter takes NAME=DIR, found {text!r}")
-    return name, Path(folder)
+def _adapters(wished: Sequence[str]) -> dict[str, Path]:
+    """The example adapters and those of `--adapter NAME=DIR`. Raises UsageError."""
+    from adapter_slots.registry import NAME_RULE, is_name
+
+    adapters = examples.adapters()
+    for text in wished:
+        name, separator, folder = text.partition("=")
+        if not separator or not folder:
+            raise UsageError(f"--adapter takes NAME=DIR, found {text!r}")
+        if not is_name(name):
+            raise UsageError(f"--adapter {text}: a name is {NAME_RULE}")
+        if name in adapters:
+            raise UsageError(f"--adapter {text}: there is an adapter {name!r} already; choose another name")
+        adapters[name] = Path(folder)
+    return adapters
 
 
 def _say(console: Console, text: str) -> None:

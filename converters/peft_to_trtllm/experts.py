@@ -21,17 +21,24 @@ from peft_to_trtllm.scale import ScaleRules
 
 _MODULES = frozenset({"mlp.experts", "block_sparse_moe.experts", "feed_forward.experts"})
 
-GATE_FIRST = frozenset(
-    {"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "llama4_text", "glm4_moe", "ernie4_5_moe"}
-)
-"""model_types whose gate_up_proj is [gate; up], each in one piece (transformers 5; GPT-OSS interleaves them)."""
+GATE_FIRST = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text", "olmoe", "glm4_moe", "ernie4_5_moe"})
+"""model_types that keep gate_up_proj as [E, 2M, H], its rows [gate; up] in one piece each, and down_proj as [E, H, M]
+(transformers 5)."""
+
+TRANSPOSED = frozenset({"llama4", "llama4_text", "gpt_oss"})
+"""model_types that keep them as [E, H, 2M] and [E, M, H]: PEFT's A then belongs to the outputs, and its B to the
+inputs."""
+
+_WAS_TRANSPOSED = frozenset({"qwen3_vl_moe_text"})
+"""model_types that transformers 4 kept transposed: an adapter does not say which one it was trained with."""
 
 
 def experts_leaf(leaf: str) -> bool:
     """Whether a leaf path is a wrapper around a parameter of all experts."""
-    while leaf.endswith(".base_layer"):
-        leaf = leaf.removesuffix(".base_layer")
-    return leaf in _MODULES
+    parts = leaf.split(".")
+    while parts and parts[-1] == "base_layer":
+        parts.pop()
+    return ".".join(parts) in _MODULES
 
 
 def place_experts(
@@ -50,6 +57,8 @@ def place_experts(
             "the base's config.json with hidden size, expert size and number of experts (--base)",
         )
         return []
+    if not _layout_known(adapted, base, problems):
+        return []
     d_in, d_out = a.shape[1], b.shape[0]
     hidden, inter = base.hidden, base.expert_inter
     parameter = {(hidden, 2 * inter): "gate_up_proj", (inter, hidden): "down_proj"}.get((d_in, d_out))
@@ -60,14 +69,6 @@ def place_experts(
             f"shape mismatch: {d_in} -> {d_out} is neither gate_up_proj ({hidden} -> {2 * inter}) "
             f"nor down_proj ({inter} -> {hidden})",
             "an adapter trained on this base; give the config.json of the base it was trained on",
-        )
-        return []
-    if parameter == "gate_up_proj" and base.model_type not in GATE_FIRST:
-        problems.add(
-            "experts",
-            a.name,
-            f"the row order of the experts' gate_up_proj in {base.model_type!r} is not known here",
-            "a rule in experts.py: whether gate and up lie in one piece each",
         )
         return []
     path = f"{adapted.path.replace('.base_layer', '')}.{parameter}"
@@ -83,6 +84,39 @@ def place_experts(
         for module, rows, num_out in parts
         for expert in range(base.experts)
     ]
+
+
+def _layout_known(adapted: Adapted, base: Base, problems: Findings) -> bool:
+    """Whether the family keeps its experts [E, out, in]; by the shapes alone a square transposed one would pass."""
+    kind, a = base.model_type, adapted.a
+    if kind in TRANSPOSED:
+        problems.add(
+            "experts",
+            a.name,
+            f"{kind!r} keeps the weights of its experts as [E, in, out]: in PEFT's factors of such a parameter A belongs "
+            "to the outputs and B to the inputs, which this converter does not turn round",
+            "an adapter without target_parameters on the experts, or merge it into the base",
+        )
+        return False
+    if kind not in GATE_FIRST:
+        problems.add(
+            "experts",
+            a.name,
+            f"how {kind!r} keeps the weights of its experts ([E, out, in], gate before up?) is not known here",
+            "a rule in experts.py",
+        )
+        return False
+    hidden, inter = base.hidden, base.expert_inter
+    if kind in _WAS_TRANSPOSED and hidden is not None and inter is not None and hidden in (inter, 2 * inter):
+        problems.add(
+            "experts",
+            a.name,
+            f"{kind!r} kept its experts transposed in transformers 4, and with hidden size {hidden} and expert size "
+            f"{inter} the shapes do not say which it was",
+            "an adapter without target_parameters on the experts, or merge it into the base",
+        )
+        return False
+    return True
 
 
 def _factors(adapted: Adapted, path: str, experts: int, scales: ScaleRules, problems: Findings) -> Factors | None:

@@ -135,9 +135,23 @@ FAMILIES: Mapping[str, Mapping[str, Leaf]] = {
     **dict.fromkeys(("falcon", "RefinedWeb", "RefinedWebModel"), _BLOOM),
     "internlm2": _INTERNLM2, "qwen": _QWEN, "baichuan": _BAICHUAN, "mpt": _MPT, "opt": _FC1_FC2, "xglm": _FC1_FC2,
     "phi": _PHI, "starcoder2": _STARCODER2, "gptj": _GPTJ, "codegen": _CODEGEN, "gpt_neo": _GPT_NEO,
-    "exaone": _EXAONE, "nemotron": _UNGATED, "arcee": _UNGATED, "apertus": _UNGATED, "dbrx": _DBRX,
+    "exaone": _EXAONE, "dbrx": _DBRX,
+    **dict.fromkeys(("nemotron", "arcee", "apertus", "apertus1p5", "apertus1p5_text", "jais2"), _UNGATED),
 }  # fmt: skip
 """model_type of config.json -> leaves beside the common ones. ChatGLM has three layouts: `leaves_of`."""
+
+_GATED = frozenset(
+    {
+        "afmoe", "bitnet", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
+        "ernie4_5_moe", "exaone4_5", "exaone_moe", "falcon_h1", "flex_olmo", "gemma3n", "gemma3n_text", "gemma4",
+        "gemma4_text", "glm4_moe", "glm4v_moe_text", "granite_swa", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+        "llama4", "llama4_text", "minicpm3", "ministral", "ministral3", "mistral4", "mllama", "mllama_text_model",
+        "olmo3", "olmoe", "qwen2_5_omni_text", "qwen3_5", "qwen3_5_text", "qwen3_next", "qwen3_omni_moe_text",
+        "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl", "recurrent_gemma", "seed_oss", "smollm3", "solar_open",
+        "vaultgemma", "yi",
+    }
+)  # fmt: skip
+"""model_types without leaves of their own whose MLP has a gate_proj beside its up_proj (transformers 5)."""
 
 DECODER_PREFIX = frozenset({"opt", "xglm"})
 """Families whose text layers stand under `model.decoder`."""
@@ -173,6 +187,17 @@ def leaves_of(base: Base | None) -> Mapping[str, Leaf]:
             return _CHATGLM1
         return _CHATGLM if base.raw.get("multi_query_attention") else _CHATGLM_NO_GROUPS
     return FAMILIES.get(base.model_type, {})
+
+
+def up_is_ambiguous(leaf: str, base: Base | None, *, has_gate: bool) -> bool:
+    """Whether an up_proj may be the gated MLP's (id 7) or the first matrix of an ungated one (id 5).
+
+    A gate_proj in the same file (`has_gate`) or a family known here decides.
+    """
+    if has_gate or leaf.rpartition(".")[2] != "up_proj":
+        return False
+    known = base is not None and (base.model_type in FAMILIES or base.model_type in _GATED)
+    return not known
 
 
 def leaf_name(leaf: str) -> str:

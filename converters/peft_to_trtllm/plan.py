@@ -11,7 +11,15 @@ from typing import NamedTuple
 from peft_to_trtllm.base import Base
 from peft_to_trtllm.dims import SYMBOLS, Dimensions
 from peft_to_trtllm.experts import experts_leaf, place_experts
-from peft_to_trtllm.families import DECODER_PREFIX, NO_MODULE, Leaf, families_with, find_leaf, leaf_name
+from peft_to_trtllm.families import (
+    DECODER_PREFIX,
+    NO_MODULE,
+    Leaf,
+    families_with,
+    find_leaf,
+    leaf_name,
+    up_is_ambiguous,
+)
 from peft_to_trtllm.fields import Settings
 from peft_to_trtllm.keys import PREFIX_WORDS, Place, Refused, parse_path
 from peft_to_trtllm.modules import Adapted
@@ -47,9 +55,11 @@ class Planner:
         self.problems = report.problems
         self.scales = ScaleRules(settings, report.problems)
         self.dims = Dimensions(base, report.problems)
+        self._has_gate = False
 
     def plan(self, modules: list[Adapted]) -> Plan | None:
         """Rows for all modules, or None with the reasons in the report."""
+        self._has_gate = any(adapted.path.endswith(".gate_proj") for adapted in modules)
         targets = [target for adapted in modules for target in self._targets(adapted)]
         for field_name, key in self.scales.unused():
             self.report.warnings.add(
@@ -82,6 +92,9 @@ class Planner:
         leaf, expert = find_leaf(leaf_path, self.base)
         if leaf is None:
             self._no_leaf(leaf_path, adapted)
+            return []
+        if up_is_ambiguous(leaf_path, self.base, has_gate=self._has_gate):
+            self._ambiguous_up(leaf_path, adapted)
             return []
         rule = self._scale(adapted)
         if rule is None:
@@ -171,6 +184,16 @@ class Planner:
         wanted = "a rule for this leaf in families.py: which module it is and, if fused, the order of its rows"
         self.problems.add("unknown-module", adapted.a.name, f"no rule says what {leaf!r} is in {kind}", wanted)
 
+    def _ambiguous_up(self, leaf: str, adapted: Adapted) -> None:
+        kind = f"the base's model_type {self.base.model_type!r}" if self.base else "an unknown base"
+        self.problems.add(
+            "base-needed",
+            adapted.a.name,
+            f"{leaf!r} without a gate_proj in the file: in a gated MLP it is mlp_gate, in an ungated one mlp_h_to_4h, "
+            f"and which one {kind} has is not known here",
+            "the base's config.json (--base) of a family in families.py",
+        )
+
     def _rank_fits(self, factors: Factors, wanted: int, adapted: Adapted) -> bool:
         if factors.rank == wanted:
             return True
@@ -220,6 +243,11 @@ class Planner:
     def _row(self, group: list[Target]) -> Row | None:
         first = group[0]
         experts = first.module in MOE_MODULES
+        dora = next((target.adapted.magnitude for target in group if experts and target.adapted.magnitude), None)
+        if dora:
+            advice = "the row of an expert module has no place for a magnitude; train without use_dora, or merge"
+            self.problems.add("dora", dora.name, "DoRA on an expert", advice)
+            return None
         seen: dict[int, Target] = {}
         for target in group:
             other = seen.setdefault(target.block.expert, target)

@@ -40,6 +40,10 @@ _ARCHITECTURES: Mapping[str, str] = {
     "NemotronForCausalLM": "nemotron",
     "DbrxForCausalLM": "dbrx",
     "CohereForCausalLM": "cohere",
+    "ArceeForCausalLM": "arcee",
+    "ApertusForCausalLM": "apertus",
+    "Jais2ForCausalLM": "jais2",
+    "DeciLMForCausalLM": "nemotron-nas",
 }
 """`pretrained_config.architecture` -> model_type, where the one names the other. Families of several layouts under one
 architecture (Qwen, GPT, Falcon, ChatGLM) are not here: their fused rows need the base's own config.json."""

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -122,6 +122,8 @@ class Server:
 class Asked:
     """A request under way, on a stream of its own."""
 
+    open: ClassVar[set[Asked]] = set()
+
     def __init__(self, address: str, inputs: list[Any], outputs: list[Any] | None, request_id: str) -> None:
         self.heard: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._client = triton.InferenceServerClient(address)
@@ -129,6 +131,7 @@ class Asked:
         self._client.async_stream_infer(
             MODEL, inputs, request_id=request_id, outputs=outputs, enable_empty_final_response=True
         )
+        self.open.add(self)
 
     def first(self) -> Any:
         """Wait for the first response, which must be no error."""
@@ -149,14 +152,25 @@ class Asked:
             if result.get_response().parameters["triton_final_response"].bool_param:
                 answer.finals += 1
                 break
-        self._client.stop_stream()
-        self._client.close()
+        self._close()
         return answer
 
     def cancel(self) -> None:
         """Go away."""
-        self._client.stop_stream(cancel_requests=True)
+        self._close(cancel_requests=True)
+
+    def _close(self, *, cancel_requests: bool = False) -> None:
+        self.open.discard(self)
+        self._client.stop_stream(cancel_requests=cancel_requests)
         self._client.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_stream_stays() -> Iterator[None]:
+    """A check that failed halfway leaves requests: they must neither run into the next check nor keep pytest alive."""
+    yield
+    for asked in list(Asked.open):
+        asked.cancel()
 
 
 def _started(tmp: pytest.TempPathFactory, dtype: str) -> Iterator[tuple[str, EngineShape]]:

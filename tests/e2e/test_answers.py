@@ -77,6 +77,24 @@ def test_an_unknown_adapter_is_not_found_and_never_the_base(server: TritonServer
     assert "no adapter 'pirat'; near names: pirate" in refused.value.read().decode()
 
 
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"adapter": ""}, "leave it out to ask the base model"),
+        ({"adaptor": "pirate"}, "no input 'adaptor'; did you mean 'adapter'?"),
+        ({"lora_name": "pirate"}, "no input 'lora_name'; did you mean 'adapter'?"),
+        ({"adapter": "pirate", "cold": "maybe"}, "can 'wait' or 'fail'"),
+    ],
+)
+def test_a_field_that_means_an_adapter_is_never_dropped(
+    server: TritonServer, golden: list[dict[str, Any]], field: dict[str, Any], words: str
+) -> None:
+    """HTTP's generate turns unknown fields into parameters, which nobody would read: the base would answer."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        generate_over_http(server, golden[0], **field)
+    assert words in refused.value.read().decode()
+
+
 def test_a_task_id_of_the_registry_is_as_good_as_a_name(server: TritonServer, golden: list[dict[str, Any]]) -> None:
     """Clients that speak `lora_task_id` go on working; an id nobody has is NOT_FOUND, and weights are refused."""
     answer = next(entry for entry in golden if entry["adapter"] == "robot")

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import FrameType
 
 POLL_S = 0.1
-KILL_AFTER_S = 5.0  # beyond Triton's own exit timeout
+KILL_AFTER_S = 2.0  # beyond Triton's own exit timeout
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory lies, not a temporary file
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
