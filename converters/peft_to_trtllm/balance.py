@@ -7,13 +7,24 @@ does not fit even then is refused. Reference: docs/conversion-rules.md#range.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from peft_to_trtllm.rounding import RANGES, Floats
+from peft_to_trtllm.rounding import RANGES, Floats, Range
 
 _COMFORT = 6
 """Binary places kept free below a component's largest value: it is balanced if there are fewer."""
+
+
+class Balance(NamedTuple):
+    """What each rank component is multiplied by, before the one rounding."""
+
+    exponents: npt.NDArray[np.intp]
+    """k [r]: A[i] * 2^k and s·B[:, i] * 2^-k."""
+    dropped: npt.NDArray[np.bool_]
+    """[r] components of zero whose other side the type cannot hold: both sides are written as zeros, exactly."""
 
 
 class RangeProblem(ValueError):
@@ -22,8 +33,10 @@ class RangeProblem(ValueError):
 
 def balance(
     largest_a: Floats, largest_b: Floats, target: str, *, exact_a: bool = False, exact_b: bool = False
-) -> npt.NDArray[np.intp] | None:
+) -> Balance | None:
     """Exponents k [r] with A[i] * 2^k and s·B[:, i] * 2^-k in range; None where nothing needs to move.
+
+    A component with a zero side adds nothing and is left where it is.
 
     Args:
         largest_a: largest magnitude of each row of A, float64 [r].
@@ -42,17 +55,24 @@ def balance(
     if not (too_large.any() or too_small.any()):
         return None
     exponent_a, exponent_b = np.frexp(largest_a)[1], np.frexp(largest_b)[1]
-    middle = np.where(both, (exponent_b - exponent_a) // 2, np.where(largest_a > 0, -exponent_a, exponent_b))
-    k = np.where(too_large | too_small, middle, 0)
+    k = np.where(both & (too_large | too_small), (exponent_b - exponent_a) // 2, 0)
+    dropped = too_large & ~both
+    with np.errstate(over="ignore", under="ignore"):  # what overflows here is what is looked for
+        _check_range(np.where(both, largest_a, 0), np.where(both, largest_b, 0), k, target, span)
+    return Balance(k, dropped)
+
+
+def _check_range(largest_a: Floats, largest_b: Floats, k: npt.NDArray[np.intp], target: str, span: Range) -> None:
+    both = largest_a > 0
+    if not both.any():
+        return
+    peak = float((largest_a * largest_b).max())
     if (np.ldexp(largest_a, k) > span.largest).any() or (np.ldexp(largest_b, -k) > span.largest).any():
-        peak = float((largest_a * largest_b).max())
         raise RangeProblem(
             f"values overflow {target}: a rank component reaches {peak:.3g}, too large for any split between A and B"
         )
-    level = np.where(both, (exponent_a + exponent_b) / 2, -np.inf)
-    if both.any() and level.max() < span.smallest_exponent + 2:
-        peak = float((largest_a * largest_b).max())
+    level = (np.frexp(largest_a)[1] + np.frexp(largest_b)[1]) / 2
+    if level[both].max() < span.smallest_exponent + 2:
         raise RangeProblem(
             f"values underflow {target}: the largest rank component is {peak:.3g}, below what its precision can say"
         )
-    return k

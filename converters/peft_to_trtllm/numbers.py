@@ -10,15 +10,22 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from peft_to_trtllm.balance import RangeProblem, balance
+from peft_to_trtllm.balance import Balance, RangeProblem, balance
 from peft_to_trtllm.load import Loader
 from peft_to_trtllm.report import Findings
-from peft_to_trtllm.rounding import Array, Floats, largest, round_to, store
-from peft_to_trtllm.rows import Block, Plan, Row
+from peft_to_trtllm.rounding import Array, Floats, is_finite, largest, round_to, store, values_of
+from peft_to_trtllm.rows import Block, Factors, Plan, Row
 from peft_to_trtllm.tensor_file import Tensor
 from trtllm_lora.tensors import STORAGE
 
 _TYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+_NO_WIDER = "no other --dtype holds more: smaller factors, by a training that did not diverge"
+_WIDER = {
+    "float16": "--dtype bfloat16 or float32, which hold far larger and smaller values, on an engine of that type",
+    "bfloat16": _NO_WIDER,
+    "float32": _NO_WIDER,
+}
 
 Magnitude = Callable[[Row], Floats]
 """Gives the normalised DoRA magnitude [out] of a row, float64."""
@@ -61,28 +68,56 @@ def _fill(row: Row, block: Block, values: Array, loader: Loader, dtype: str, pro
     if not finite:
         return False
     try:
-        k = balance(
+        moved = balance(
             largest_a,
-            largest_b * abs(factors.scale),
+            _scaled(largest_b, factors.scale),
             dtype,
             exact_a=_TYPE_NAMES[dtype] == factors.a.dtype,
             exact_b=_TYPE_NAMES[dtype] == factors.b.dtype and abs(factors.scale) >= 1,
         )
     except RangeProblem as problem:
-        advice = "another --dtype (bfloat16 or float32) that the engine also has"
-        problems.add("range", f"{row.path} ({row.module}, layer {row.layer})", str(problem), advice)
+        problems.add("range", _where(row), str(problem), _WIDER[dtype])
         return False
     all_a, all_b = _parts(row, values)
     ranks = slice(block.rank_at, block.rank_at + factors.rank)
-    up, down = (1.0, factors.scale) if k is None else (np.ldexp(1.0, k)[:, None], np.ldexp(factors.scale, -k)[None, :])
-    store(a, factors.a.dtype, up, all_a[block.expert, ranks], dtype)
+    if moved:
+        rounded_a, rounded_b = _moved(a, b, factors, moved, dtype)
+        good = is_finite(rounded_a, dtype) and is_finite(rounded_b, dtype)
+        if not good:
+            problems.add("range", _where(row), f"values overflow {dtype} when they are rounded", _WIDER[dtype])
+        all_a[block.expert, ranks] = rounded_a
+        all_b[block.expert, block.outs, ranks] = rounded_b
+        return good
+    store(a, factors.a.dtype, 1.0, all_a[block.expert, ranks], dtype)
     if isinstance(block.outs, slice):
-        store(b, factors.b.dtype, down, all_b[block.expert, block.outs, ranks], dtype)
+        store(b, factors.b.dtype, factors.scale, all_b[block.expert, block.outs, ranks], dtype)
     else:
         scattered = np.empty(b.shape, values.dtype)
-        store(b, factors.b.dtype, down, scattered, dtype)
+        store(b, factors.b.dtype, factors.scale, scattered, dtype)
         all_b[block.expert, block.outs, ranks] = scattered
     return True
+
+
+def _scaled(largest_b: Floats, scale: float) -> Floats:
+    """Largest magnitudes of s·B; a product that float64 cannot hold is a problem, not an infinity or a zero."""
+    with np.errstate(over="ignore", under="ignore"):
+        found = largest_b * abs(scale)
+    if scale and (np.isinf(found) | ((found == 0) & (largest_b > 0))).any():
+        raise RangeProblem(f"the scale {scale:.3g} times B is beyond what float64 can say")
+    return found
+
+
+def _moved(a: Array, b: Array, factors: Factors, moved: Balance, dtype: str) -> tuple[Array, Array]:
+    """A and s·B, each component moved by its exponent and rounded once."""
+    k, kept = moved.exponents, ~moved.dropped
+    with np.errstate(over="ignore", under="ignore"):  # the caller looks at what came out
+        up = np.ldexp(values_of(a, factors.a.dtype) * kept[:, None], k[:, None])
+        down = np.ldexp(values_of(b, factors.b.dtype) * kept * factors.scale, -k)
+        return round_to(up, dtype), round_to(down, dtype)
+
+
+def _where(row: Row) -> str:
+    return f"{row.path} ({row.module}, layer {row.layer})"
 
 
 def _parts(row: Row, values: Array) -> tuple[Array, Array]:
@@ -109,5 +144,10 @@ def _fill_magnitude(values: Floats, out: Array, dtype: str, tensor: Tensor, prob
             "not-finite", tensor.name, "the normalised DoRA magnitude is not finite", "the weights of the true base"
         )
         return False
-    out[:] = round_to(values, dtype)
+    with np.errstate(over="ignore"):
+        out[:] = round_to(values, dtype)
+    if not is_finite(out, dtype):
+        found = f"the normalised DoRA magnitude reaches {values.max():.3g}, which {dtype} cannot hold"
+        problems.add("range", tensor.name, found, _WIDER[dtype])
+        return False
     return True

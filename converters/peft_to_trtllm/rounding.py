@@ -106,7 +106,8 @@ def _store_flat(flat: Array, dtype: str, factor: float, out: Array, target: str)
             part = slice(at, at + _CHUNK)
             np.take(table, flat[part].view(np.uint16), out=out[part], mode="clip")
         return
-    exact = dtype == "F32" and math.frexp(factor)[0] in (0.5, -0.5)
+    mantissa, exponent = math.frexp(factor)
+    exact = dtype == "F32" and abs(mantissa) == 0.5 and abs(exponent) < 64  # float32 holds the factor itself
     for at in range(0, flat.size, _CHUNK):
         part = slice(at, at + _CHUNK)
         if exact:
@@ -151,6 +152,13 @@ def round_to(values: Floats, target: str) -> Array:
         bits |= wide != values
         return _to_bfloat16(bits)
     return values.astype(STORAGE[target])
+
+
+def is_finite(stored: Array, target: str) -> bool:
+    """Whether values in the storage type of `target` are all finite."""
+    if target == "bfloat16":
+        return bool(((stored & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(stored).all())
 
 
 def _round_single(values: npt.NDArray[np.float32], target: str) -> Array:

@@ -93,12 +93,13 @@ def test_balance_fits_or_says_so(target: str, pairs: list[tuple[float, float]]) 
     """After balancing every component is in range; the product is untouched, for k goes up here and down there."""
     a, b = (np.array(column) for column in zip(*pairs, strict=True))
     try:
-        k = balance(a, b, target)
+        moved = balance(a, b, target)
     except RangeProblem:
         peak = max(x * y for x, y in pairs)
         assert peak > RANGES[target].largest or peak < 2.0 ** (2 * RANGES[target].smallest_exponent + 6)
         return
-    k = np.zeros(len(pairs), int) if k is None else k
+    assert moved is None or not moved.dropped.any()
+    k = np.zeros(len(pairs), int) if moved is None else moved.exponents
     assert (np.ldexp(a, k) <= RANGES[target].largest).all()
     assert (np.ldexp(b, -k) <= RANGES[target].largest).all()
 
