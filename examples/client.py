@@ -6,6 +6,7 @@ The ensemble takes finished text; SmolLM2's chat form is written out below.
 """
 
 import argparse
+import contextlib
 import queue
 import sys
 import uuid
@@ -47,10 +48,9 @@ def main() -> int:
     client = triton.InferenceServerClient(options.url)
     client.start_stream(lambda result, error: answers.put((result, error)))
     # an id of its own lets the server see the end of this request, and free the adapter's slot at once
-    try:
+    # a stream that is broken already tells what broke it through the callback
+    with contextlib.suppress(InferenceServerException):
         client.async_stream_infer("ensemble", inputs, request_id=uuid.uuid4().hex, enable_empty_final_response=True)
-    except InferenceServerException:
-        pass  # the stream is broken already: what broke it comes through the callback
     while True:
         result, error = answers.get()
         if error is not None:

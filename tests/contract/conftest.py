@@ -182,7 +182,7 @@ def _started(tmp: pytest.TempPathFactory, dtype: str) -> Iterator[tuple[str, Eng
 
     folder = tmp.mktemp("contract")
     base = make_tiny_llama(folder / "base", seed=11)
-    engine = build_engine(base, folder / "engine", dtype=dtype, max_lora_rank=16, max_batch_size=16, max_seq_len=512)
+    engine = build_engine(base, folder / "engine", dtype=dtype, max_lora_rank=16, max_batch_size=16, max_seq_len=1536)
     shape = EngineShape.from_engine_config(engine)
     models = folder / "models"
     shutil.copytree(REPOSITORY, models / MODEL)

@@ -56,8 +56,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     data = yaml.safe_load(PROFILE.read_text())
     data["name"] = "tiny"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-    data["model"] |= {**sizes, "head_size": 16, "vocab_size": 256, "max_positions": 512}
-    data["engine"] |= {"max_batch_size": 16, "max_seq_len": 512}  # long answers: the suite wants requests that last
+    data["model"] |= {**sizes, "head_size": 16, "vocab_size": 256, "max_positions": 2048}
+    data["engine"] |= {"max_batch_size": 16, "max_seq_len": 1536}  # long answers: the suite wants requests that last
     data["lora"]["max_rank"] = 16
     data["serving"]["slots"] = 2
     profile, registry = folder / "tiny.yaml", folder / "adapters.yaml"

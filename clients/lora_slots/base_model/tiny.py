@@ -70,7 +70,7 @@ def make_tiny_llama(
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": intermediate,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 2048,
         "num_attention_heads": heads,
         "num_hidden_layers": num_layers,
         "num_key_value_heads": kv_heads,
