@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peft_to_trtllm.errors import InputError
+from peft_to_trtllm.file_hash import open_regular
 from peft_to_trtllm.report import Findings
 from peft_to_trtllm.strict_json import JsonProblem, parse_object
 from peft_to_trtllm.tensor_file import FileProblem, TensorFile, open_safetensors
@@ -74,7 +75,7 @@ def _read_config(path: Path, names: set[str], problems: Findings) -> tuple[dict[
         problems.add("adapter-files", str(path / CONFIG), "missing", _advice(names))
         return None, ""
     try:
-        with (path / CONFIG).open("rb") as source:
+        with open(open_regular(path / CONFIG), "rb") as source:
             data = source.read(_CONFIG_LIMIT + 1)
         return parse_object(data, limit=_CONFIG_LIMIT), hashlib.sha256(data).hexdigest()
     except JsonProblem as problem:

@@ -6,8 +6,10 @@ in the time the first one imports.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -21,6 +23,19 @@ Stamp = tuple[int, int, int]
 def stamp_of(status: os.stat_result) -> Stamp:
     """Stamp of a file's status."""
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def open_regular(path: Path) -> int:
+    """Descriptor of a file opened for reading; never waits, as opening or reading a pipe would.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a device or a directory.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
 
 
 class FileHash:
@@ -54,7 +69,7 @@ class FileHash:
     def _run(self) -> None:
         digest, view = hashlib.sha256(), memoryview(bytearray(_CHUNK))
         try:
-            with self.path.open("rb", buffering=0) as source:
+            with open(open_regular(self.path), "rb", buffering=0) as source:
                 self.stamp = stamp_of(os.fstat(source.fileno()))
                 while (got := source.readinto(view)) and not self._cancelled:
                     digest.update(view[:got])

@@ -48,6 +48,9 @@ class Place(NamedTuple):
     leaf: tuple[str, ...]
 
 
+_LONGEST_KEY, _LONGEST_PATH = 1024, 256
+"""Characters; the longest known path has about 80."""
+
 _ROLES: Mapping[str, Role] = {"lora_A": "A", "lora_B": "B", "lora_magnitude_vector": "magnitude"}
 
 _IGNORED_COMPONENTS: Mapping[str, str] = {
@@ -111,6 +114,8 @@ _WHOLE_OUTSIDE = (
 
 def parse_key(key: str) -> Part | Ignored | Refused:
     """Read one key from its end."""
+    if len(key) > _LONGEST_KEY:
+        return _unknown(f"a name of {len(key)} characters", f"at most {_LONGEST_KEY}: patterns are matched against it")
     parts = key.split(".")
     index = next((i for i in range(len(parts) - 1, -1, -1) if _is_component(parts[i])), None)
     if index is None:
@@ -132,6 +137,8 @@ def parse_key(key: str) -> Part | Ignored | Refused:
     if len(set(tail)) > 1 or len(tail) > 2:
         return _unknown(f"several names after {component}: {'.'.join(tail)[:80]!r}", "one adapter's name at most")
     path = ".".join(_unwrapped(parts[:index]))
+    if len(path) > _LONGEST_PATH:
+        return _unknown(f"a module path of {len(path)} characters", f"at most {_LONGEST_PATH}, as any model's")
     if not path:
         return _unknown("no module before the component", "base_model.model.<module path>." + component)
     return Part(role, path, tail[0] if tail else "")
@@ -159,11 +166,12 @@ def _is_component(part: str) -> bool:
 
 def _unwrapped(parts: list[str]) -> list[str]:
     parts = [part for part in parts if part not in _WRAPPERS]
-    while parts[:1] == ["module"]:
-        parts = parts[1:]
-    while parts[:2] == ["base_model", "model"]:
-        parts = parts[2:]
-    return parts
+    at = 0
+    while parts[at : at + 1] == ["module"]:
+        at += 1
+    while parts[at : at + 2] == ["base_model", "model"]:
+        at += 2
+    return parts[at:]
 
 
 def _without_component(parts: list[str]) -> Refused:

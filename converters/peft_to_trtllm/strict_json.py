@@ -14,8 +14,11 @@ class JsonProblem(ValueError):
     """The text is not one strict JSON object; the message is one line."""
 
 
-def parse_object(data: bytes, *, limit: int) -> dict[str, Any]:
-    """Parse one JSON object of at most `limit` bytes.
+def parse_object(data: bytes, *, limit: int, most_values: int = 1 << 20) -> dict[str, Any]:
+    """Parse one JSON object of at most `limit` bytes and about `most_values` values.
+
+    An empty list takes two bytes here and sixty-four once it is parsed: the number of values bounds the memory.
+
 
     Raises:
         JsonProblem: too long, not UTF-8, not JSON, not an object, nested too deeply, a key twice, NaN or Infinity, half
@@ -23,6 +26,9 @@ def parse_object(data: bytes, *, limit: int) -> dict[str, Any]:
     """
     if len(data) > limit:
         raise JsonProblem(f"{len(data)} bytes of JSON, at most {limit} are read")
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if values > most_values:
+        raise JsonProblem(f"about {values} values in JSON, at most {most_values} are read")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except JsonProblem:

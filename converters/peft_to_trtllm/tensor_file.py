@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from peft_to_trtllm.file_hash import stamp_of
+from peft_to_trtllm.file_hash import open_regular, stamp_of
 from peft_to_trtllm.strict_json import JsonProblem, parse_object
 
 HEADER_LIMIT = 64 << 20
 TENSOR_LIMIT = 1 << 18
 """More tensors than any known adapter has (DeepSeek-V3 with every expert adapted: 94,000)."""
+
+_VALUE_LIMIT = 12 * TENSOR_LIMIT
+"""JSON values in a header: an entry of a matrix has nine."""
 
 STORAGE: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -123,7 +126,7 @@ def open_safetensors(path: Path) -> TensorFile:
         FileProblem: everything the format forbids.
         OSError: the file cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
         return TensorFile(path, descriptor, _header(descriptor, size))
@@ -148,7 +151,7 @@ def _header(descriptor: int, size: int) -> dict[str, Tensor]:
     if count > TENSOR_LIMIT:
         raise FileProblem(f"about {count} tensors, at most {TENSOR_LIMIT} are read")
     try:
-        entries = parse_object(text, limit=HEADER_LIMIT)
+        entries = parse_object(text, limit=HEADER_LIMIT, most_values=_VALUE_LIMIT)
     except JsonProblem as problem:
         raise FileProblem(f"safetensors header: {problem}") from None
     entries.pop("__metadata__", None)

@@ -20,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peft_to_trtllm.file_hash import open_regular
 from peft_to_trtllm.tensor_file import STORAGE, TENSOR_LIMIT, FileProblem, Tensor, TensorFile
 
 _LIMIT = 64 << 20
+_MOST_STEPS = 64 * TENSOR_LIMIT // 2
+"""Instructions; torch.save writes about 45 for a tensor, and no known adapter has half of TENSOR_LIMIT."""
 
 _STORAGES: Mapping[str, str] = {
     "DoubleStorage": "F64",
@@ -64,10 +67,6 @@ class _View:
     stride: tuple[int, ...]
 
 
-class _Mark:
-    """The stack marker of the pickle machine."""
-
-
 def open_torch_zip(path: Path) -> TensorFile:
     """Open an adapter_model.bin as a file of tensors.
 
@@ -75,9 +74,9 @@ def open_torch_zip(path: Path) -> TensorFile:
         FileProblem: not torch's zip, a pickle that wants more than tensors, entries out of bounds.
         OSError: the file cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
-        entries = _entries(path, descriptor)
+        entries = _entries(descriptor)
         pickles = [name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise _unsafe("the zip has no data.pkl of torch.save")
@@ -95,12 +94,12 @@ def _unsafe(what: str) -> FileProblem:
     return FileProblem(f"adapter_model.bin (pickle): {what}; save the adapter as safetensors", "pickle")
 
 
-def _entries(path: Path, descriptor: int) -> dict[str, tuple[int, int]]:
+def _entries(descriptor: int) -> dict[str, tuple[int, int]]:
     """Entry name -> (first byte, bytes), every entry checked."""
     size = os.fstat(descriptor).st_size
     _check_directory(descriptor, size)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with os.fdopen(os.dup(descriptor), "rb") as file, zipfile.ZipFile(file) as archive:
             infos = archive.infolist()
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
         raise _unsafe(f"not a readable zip: {error}") from None
@@ -179,12 +178,15 @@ class _Machine:
     def __init__(self, program: bytes) -> None:
         self._program = program
         self._stack: list[Any] = []
+        self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
         """The value the pickle describes."""
         try:
-            for opcode, argument, _ in pickletools.genops(self._program):
+            for steps, (opcode, argument, _) in enumerate(pickletools.genops(self._program)):
+                if steps > _MOST_STEPS:
+                    raise _unsafe(f"a pickle of more than {_MOST_STEPS} instructions")
                 if opcode.name == "STOP":
                     return self._stack.pop()
                 self._step(opcode.name, argument)
@@ -198,6 +200,8 @@ class _Machine:
         stack = self._stack
         if name in _CONSTANTS:
             stack.append(_CONSTANTS[name]())
+        elif name == "MARK":
+            self._marks.append(len(stack))
         elif name in _LITERALS:
             stack.append(argument)
         elif name in ("BINPUT", "LONG_BINPUT"):
@@ -228,8 +232,8 @@ class _Machine:
 
     def _collect(self, name: str) -> None:
         stack = self._stack
-        mark = max(i for i, item in enumerate(stack) if item is _Mark)
-        items = stack[mark + 1 :]
+        mark = self._marks.pop()
+        items = stack[mark:]
         del stack[mark:]
         if name == "TUPLE":
             stack.append(tuple(items))
@@ -244,7 +248,6 @@ _CONSTANTS: Mapping[str, Any] = {
     "EMPTY_DICT": dict,
     "EMPTY_LIST": list,
     "EMPTY_TUPLE": tuple,
-    "MARK": lambda: _Mark,
     "NEWTRUE": lambda: True,
     "NEWFALSE": lambda: False,
     "NONE": lambda: None,
@@ -271,21 +274,22 @@ def _storage(reference: Any) -> _Stored:
 def _call(function: Any, arguments: Any) -> Any:
     if not isinstance(function, _Name) or not isinstance(arguments, tuple):
         raise _unsafe("it calls something that is no name")
-    if function.text == "collections OrderedDict":
-        return dict(*arguments)
+    if function.text == "collections OrderedDict" and not arguments:
+        return {}
     if function.text == "torch._utils _rebuild_parameter":
         return arguments[0]
     if function.text != "torch._utils _rebuild_tensor_v2":
         raise _unsafe(f"it calls {function.text.replace(' ', '.')}")
     stored, offset, shape, stride = arguments[:4]
-    sizes = (offset, *shape, *stride)
     good = isinstance(stored, _Stored) and len(shape) == len(stride) <= 8
+    sizes = (offset, *shape, *stride) if good else ()
     if not good or not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes):
         raise _unsafe("a tensor in it has an impossible shape")
     return _View(stored, offset, tuple(shape), tuple(stride))
 
 
 def _set(mapping: Any, key: Any, value: Any) -> None:
-    if not isinstance(mapping, dict) or key in mapping:
-        raise _unsafe("it sets an item twice, or of something that is no dictionary")
+    if not isinstance(mapping, dict) or not isinstance(key, str) or key in mapping:
+        # a key is a text before it is hashed: hashing tuples nested a million deep ends the process
+        raise _unsafe("it sets an item twice, of something that is no dictionary, or under a key that is no text")
     mapping[key] = value

@@ -69,6 +69,19 @@ SAFETENSORS: dict[str, Callable[[], bytes]] = {
     "a layer number of 5,000 digits": lambda: _file(
         {f"{PREFIX}{'9' * 5000}.self_attn.q_proj.lora_A.weight": _entry(0, 4)}, bytes(4)
     ),
+    "a list of 20 million lists": lambda: _file(b'{"a":[' + b"[]," * 20_000_000 + b"[]]}"),
+    "a key of 400,000 wrappers": lambda: _file(
+        {"module." * 400_000 + "lora_A.weight": _entry(0, 256, [4, 16])}, bytes(256)
+    ),
+    "a key of 200,000 prefixes": lambda: _file(
+        {"base_model.model." * 200_000 + "lora_A.weight": _entry(0, 256, [4, 16])}, bytes(256)
+    ),
+    "a path of 300,000 base layers": lambda: _file(
+        {f"{PREFIX}0.mlp.experts{'.base_layer' * 300_000}.lora_A.weight": _entry(0, 256, [4, 16])}, bytes(256)
+    ),
+    "a path of 300 characters": lambda: _file(
+        {f"{PREFIX}0.self_attn.{'a' * 300}.q_proj.lora_A.weight": _entry(0, 256, [4, 16])}, bytes(256)
+    ),
     "a layer number in other digits": lambda: _file(
         {f"{PREFIX}٣.self_attn.q_proj.lora_A.weight": _entry(0, 4)}, bytes(4)
     ),
@@ -141,6 +154,17 @@ BINS: dict[str, Callable[[], bytes]] = {
     "SETITEM on nothing": lambda: _torch_zip(b"\x80\x02NNNs."),
     "a list of marks": lambda: _torch_zip(b"\x80\x02((((("),
     "something else than tensors": lambda: _torch_zip(pickle.dumps({"a": 1}, 2)),
+    "a key that is a tuple two million deep": lambda: _torch_zip(b"\x80\x02}N" + b"\x85" * 2_000_000 + b"Ns."),
+    "such a key in an OrderedDict": lambda: _torch_zip(
+        b"\x80\x02ccollections\nOrderedDict\n]N" + b"\x85" * 2_000_000 + b"N\x86a\x85R."
+    ),
+    "a value two million deep": lambda: _torch_zip(b"\x80\x02}X\x01\x00\x00\x00aN" + b"\x85" * 2_000_000 + b"s."),
+    "100,000 tuples on a deep stack": lambda: _torch_zip(
+        b"\x80\x02(" + b"N" * 100_000 + b"((t" * 100_000 + b"."
+    ),
+    "ten million instructions": lambda: _torch_zip(b"\x80\x02" + b"N" * 10_000_000 + b"."),
+    "a tuple without its mark": lambda: _torch_zip(b"\x80\x02t."),
+    "a mark that lost its items": lambda: _torch_zip(b"\x80\x02N(\x85\x85st."),
     "a number": lambda: _torch_zip(pickle.dumps(7, 2)),
     "deflated": lambda: _torch_zip(pickle.dumps({}, 2), {"0": bytes(1 << 20)}, deflate=True),
     "a zip bomb": lambda: _torch_zip(pickle.dumps({}, 2), {"0": bytes(200 << 20)}, deflate=True),
@@ -218,3 +242,44 @@ def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
     file.symlink_to("nowhere")
     with pytest.raises(ConversionError):
         inspect(adapter, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_a_file_that_never_ends(tmp_path: Path, name: str, kind: str) -> None:
+    """A pipe or a device in place of a file is said to be none, and nobody waits for it."""
+    import os
+
+    from peft_to_trtllm import InputError
+    from peft_to_trtllm.file_hash import FileHash
+
+    adapter = write_adapter(tmp_path / "a", llama_tensors())
+    if name == "adapter_model.bin":
+        (adapter / "adapter_model.safetensors").unlink()
+    (adapter / name).unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(adapter / name)
+    else:
+        (adapter / name).symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="not a regular file"):
+        convert(adapter, out=tmp_path / "o", dtype="float32")
+    with pytest.raises(OSError, match="not a regular file"):
+        FileHash(adapter / name).result()
+
+
+def test_a_config_of_five_million_objects(tmp_path: Path) -> None:
+    """Values are counted before they are parsed."""
+    adapter = write_adapter(tmp_path / "a", llama_tensors())
+    (adapter / "adapter_config.json").write_bytes(b'{"peft_type":"LORA","x":[' + b"{}," * 5_000_000 + b"{}]}")
+    assert "values in JSON" in _refused(adapter, tmp_path / "o")
+
+
+def test_a_pattern_on_the_longest_path(tmp_path: Path) -> None:
+    """The costliest pattern that is matched, on the longest path that is, ends soon."""
+    path = "base_model.model." + "model." * 35 + "layers.0.self_attn.q_proj"
+    tensors = {key.replace(Q, path): value for key, value in llama_tensors({"self_attn.q_proj": 4}, layers=1).items()}
+    begin = time.perf_counter()
+    adapter = write_adapter(tmp_path / "a", tensors, {"alpha_pattern": {".*.*.*b.*": 3}})
+    report = inspect(adapter, dtype="float32")
+    assert time.perf_counter() - begin < 10
+    assert set(report.problems.counts) <= {"pattern-cost"}
