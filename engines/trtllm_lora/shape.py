@@ -49,7 +49,7 @@ class EngineShape:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} must be a positive whole number, found {value!r}"
+            f"{name} must be a positive whole number, found {value!r:.60}"
             for name, value in (
                 ("hidden_size", self.hidden_size),
                 ("intermediate_size", self.intermediate_size),
@@ -60,7 +60,7 @@ class EngineShape:
                 ("tp_size", self.tp_size),
                 ("pp_size", self.pp_size),
             )
-            if not isinstance(value, int) or value < 1
+            if type(value) is not int or value < 1
         ]
         if self.dtype not in DTYPES:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
@@ -83,41 +83,38 @@ class EngineShape:
             ShapeError: missing or unreadable file, missing keys (all named), impossible values.
         """
         file = path / "config.json" if path.is_dir() else path
-        config = read_json(file)
-        try:
-            pretrained, build = config["pretrained_config"], config["build_config"]
-            plugin, lora = build["plugin_config"], build.get("lora_config") or {}
-        except (KeyError, TypeError) as error:
+        read = _Reader(read_json(file))
+        pretrained, build = read.part(read.root, "pretrained_config"), read.part(read.root, "build_config")
+        mapping, moe = read.part(pretrained, "mapping", None), read.part(pretrained, "moe", None)
+        plugin, lora = read.part(build, "plugin_config"), read.part(build, "lora_config", None)
+        quantization = read.part(pretrained, "quantization", None)
+        hidden, heads = read.whole(pretrained, "hidden_size"), read.whole(pretrained, "num_attention_heads")
+        facts: dict[str, Any] = {
+            "version": str(read.root.get("version", "unknown")),
+            "dtype": read.text(pretrained, "dtype", ""),
+            "vocab_size": read.whole(pretrained, "vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": read.whole(pretrained, "intermediate_size", 0) or 4 * hidden,
+            "num_layers": read.whole(pretrained, "num_hidden_layers"),
+            "num_heads": heads,
+            "num_kv_heads": read.whole(pretrained, "num_key_value_heads", 0) or heads,
+            "head_size": read.whole(pretrained, "head_size", 0) or hidden // max(heads, 1),
+            "num_experts": read.whole(moe, "num_experts", 0),
+            "tp_size": read.whole(mapping, "tp_size", 1),
+            "pp_size": read.whole(mapping, "pp_size", 1),
+            "quant_algo": read.text(quantization, "quant_algo", None),
+            "lora_plugin": read.text(plugin, "lora_plugin", None),
+            "lora_modules": read.texts(lora, "lora_target_modules"),
+            "max_lora_rank": read.whole(lora, "max_lora_rank", 0),
+            "max_batch_size": read.whole(build, "max_batch_size", 0) or 1,
+            "max_seq_len": read.whole(build, "max_seq_len", 0),
+        }
+        if read.problems:
             raise ShapeError(
-                f"{file}: no {error} — an engine's config.json has version, pretrained_config and build_config"
-            ) from None
-        wanted = ("dtype", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        missing = [key for key in wanted if key not in pretrained]
-        if missing:
-            raise ShapeError(f"{file}: pretrained_config lacks {', '.join(missing)}")
-        heads = pretrained["num_attention_heads"]
-        mapping = pretrained.get("mapping") or {}
-        hidden = pretrained["hidden_size"]
-        return cls(
-            version=str(config.get("version", "unknown")),
-            dtype=pretrained["dtype"],
-            vocab_size=pretrained["vocab_size"],
-            hidden_size=hidden,
-            intermediate_size=pretrained.get("intermediate_size") or 4 * hidden,
-            num_layers=pretrained["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=pretrained.get("num_key_value_heads") or heads,
-            head_size=pretrained.get("head_size") or hidden // heads,
-            num_experts=(pretrained.get("moe") or {}).get("num_experts") or 0,
-            tp_size=mapping.get("tp_size", 1),
-            pp_size=mapping.get("pp_size", 1),
-            quant_algo=(pretrained.get("quantization") or {}).get("quant_algo"),
-            lora_plugin=plugin.get("lora_plugin"),
-            lora_modules=tuple(lora.get("lora_target_modules") or ()),
-            max_lora_rank=lora.get("max_lora_rank") or 0,
-            max_batch_size=build.get("max_batch_size") or 1,
-            max_seq_len=build.get("max_seq_len") or 0,
-        )
+                f"{file}: {'; '.join(read.problems)} (an engine's config.json has version, pretrained_config and "
+                "build_config)"
+            )
+        return cls(**facts)
 
     @classmethod
     def from_hf_config(
@@ -201,11 +198,62 @@ class EngineShape:
         }
 
 
+class _Reader:
+    """Typed access to the fields of an engine's config.json; every wrong one is noted, none ends the reading."""
+
+    def __init__(self, config: Any) -> None:
+        self.problems: list[str] = []
+        self.root = self._object(config, "the file")
+
+    def part(self, parent: Mapping[str, Any], name: str, *default: None) -> Mapping[str, Any]:
+        """An object within one; missing or null is a problem unless a default is given."""
+        if parent.get(name) is None and default:
+            return {}
+        if name not in parent:
+            self.problems.append(f"no {name}")
+            return {}
+        return self._object(parent[name], name)
+
+    def whole(self, part: Mapping[str, Any], name: str, *default: int) -> int:
+        """A whole number, not negative; missing or null is the default, if there is one."""
+        value = part.get(name)
+        if value is None and default:
+            return default[0]
+        if type(value) is int and 0 <= value < 1 << 31:
+            return value
+        self.problems.append(f"{name} must be a whole number, found {value!r:.60}")
+        return 0
+
+    def text(self, part: Mapping[str, Any], name: str, default: str | None) -> Any:
+        """A text, or the default where it is missing or null."""
+        value = part.get(name)
+        if value is None or isinstance(value, str):
+            return default if value is None else value
+        self.problems.append(f"{name} must be a text, found {value!r:.60}")
+        return default
+
+    def texts(self, part: Mapping[str, Any], name: str) -> tuple[str, ...]:
+        """A list of texts; missing or null is an empty one."""
+        value = part.get(name)
+        if value is None:
+            return ()
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        self.problems.append(f"{name} must be a list of names, found {value!r:.60}")
+        return ()
+
+    def _object(self, value: Any, name: str) -> Mapping[str, Any]:
+        if isinstance(value, dict):
+            return value
+        self.problems.append(f"{name} must be an object, found {value!r:.60}")
+        return {}
+
+
 def read_json(file: Path) -> Any:
     """Parse a JSON file; its problems become one-line `ShapeError`s."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ShapeError(f"{file}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ShapeError(f"{file}: not readable as JSON: {error}") from None
