@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import os
 import queue
-import shutil
 import threading
 from io import BytesIO, FileIO
 from pathlib import Path
@@ -23,7 +22,14 @@ import numpy as np
 from peft_to_trtllm.rounding import Array
 from trtllm_lora import Bundle, BundleError, BundleFacts
 from trtllm_lora.bundle import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, canonical_json
-from trtllm_lora.bundle_writing import fsync_folder, manifest_of, publish_folder, write_array, write_bytes
+from trtllm_lora.bundle_writing import (
+    WritingFolder,
+    fsync_folder,
+    manifest_of,
+    publish_folder,
+    write_array,
+    write_bytes,
+)
 from trtllm_lora.tensors import STORAGE, IntArray
 
 _CHUNK = 1 << 18
@@ -40,7 +46,7 @@ class BundleStream:
         self._shape = (1, config.shape[1], width)
         self._dtype = np.dtype("V2") if dtype == "bfloat16" else STORAGE[dtype]
         self._row_bytes = width * self._dtype.itemsize
-        self._folder = parent / f".writing-{os.urandom(8).hex()}"
+        self._writing = WritingFolder(parent)
         self._made_parent = False
         self._file: FileIO | None = None
         self._hasher: _Hasher | None = None
@@ -56,8 +62,9 @@ class BundleStream:
         """
         try:
             self._made_parent = not self._parent.is_dir()
-            self._folder.mkdir(parents=True)
-            self._file = (self._folder / WEIGHTS_FILE).open("w+b", buffering=0)
+            self._parent.mkdir(parents=True, exist_ok=True)
+            self._writing.make()
+            self._file = (self._writing.path / WEIGHTS_FILE).open("w+b", buffering=0)
             header = _npy_header(self._dtype, self._shape)
             self._file.write(header)
         except OSError as error:
@@ -69,16 +76,28 @@ class BundleStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._clean_up(failed=kind is not None)
+                break
+            except (KeyboardInterrupt, SystemExit) as again:  # a second signal: first finish, then obey
+                interrupt = again
+        if interrupt is not None:
+            raise interrupt
+        if isinstance(error, OSError):
+            raise BundleError(f"{self._parent}: writing the bundle failed: {error.strerror or error}") from None
+
+    def _clean_up(self, *, failed: bool) -> None:
+        """Leave nothing; may be called again after an interrupt in the middle of it."""
         if self._hasher:
             self._hasher.stop()
         if self._file:
             self._file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if kind is not None and self._made_parent:
+        self._writing.remove()
+        if failed and self._made_parent:
             with contextlib.suppress(OSError):  # somebody else put something there
                 self._parent.rmdir()
-        if isinstance(error, OSError):
-            raise BundleError(f"{self._parent}: writing the bundle failed: {error.strerror or error}") from None
 
     def put(self, values: Array) -> None:
         """Write the next row: `values` [≤ width] in the storage type; the rest of the row stays zero.
@@ -108,13 +127,13 @@ class BundleStream:
         os.fsync(file.fileno())
         files = {
             WEIGHTS_FILE: {"bytes": self._position, "sha256": hasher.result()},
-            CONFIG_FILE: write_array(self._folder / CONFIG_FILE, self._config),
+            CONFIG_FILE: write_array(self._writing.path / CONFIG_FILE, self._config),
         }
         shape_only = np.broadcast_to(np.zeros(1, STORAGE[facts.dtype]), self._shape)
         manifest: dict[str, Any] = manifest_of(facts, shape_only, self._config, files)
-        write_bytes(self._folder / MANIFEST_FILE, canonical_json(manifest, indent=1))
-        fsync_folder(self._folder)
-        return publish_folder(self._folder, self._parent / manifest["digest"], manifest)
+        write_bytes(self._writing.path / MANIFEST_FILE, canonical_json(manifest, indent=1))
+        fsync_folder(self._writing.path)
+        return publish_folder(self._writing.path, self._parent / manifest["digest"], manifest)
 
 
 def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:

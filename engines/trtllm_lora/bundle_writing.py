@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,11 @@ def write_bundle(parent: Path, weights: Array, config: IntArray, facts: BundleFa
     _check_arrays(weights, config, facts.dtype)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".writing-", dir=parent))
+        folder = WritingFolder(parent)
+        folder.make()
     except OSError as error:
         raise BundleError(f"{parent}: cannot be written: {error.strerror}") from None
+    temporary = folder.path
     try:
         void = np.dtype("V2") if facts.dtype == "bfloat16" else weights.dtype
         files = {
@@ -64,7 +67,7 @@ def write_bundle(parent: Path, weights: Array, config: IntArray, facts: BundleFa
     except OSError as error:
         raise BundleError(f"{parent}: writing the bundle failed: {error.strerror or error}") from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folder.remove()
 
 
 def manifest_of(facts: BundleFacts, weights: Array, config: IntArray, files: dict[str, Any]) -> dict[str, Any]:
@@ -103,16 +106,105 @@ def write_bytes(file: Path, data: bytes) -> None:
 
 
 def publish_folder(temporary: Path, final: Path, manifest: dict[str, Any]) -> Bundle:
-    """Give a finished folder its name; a bundle of that digest that is there already is kept and returned."""
+    """Give a finished folder its name.
+
+    A bundle of that digest that is there already is kept and returned if every byte of it is right (the same content
+    was there before us), and replaced if it is damaged.
+    """
     try:
         temporary.rename(final)
     except OSError:
-        if not (final / MANIFEST_FILE).is_file():
+        if not any((final / name).exists() for name in (MANIFEST_FILE, WEIGHTS_FILE, CONFIG_FILE)):
             raise
-        return open_bundle(final)  # the same content was there before us
+        if whole := _whole_bundle(final):
+            return whole
+        aside = temporary.with_name(f"{_PREFIX}{os.urandom(8).hex()}")  # swept by the next run if this one dies
+        final.rename(aside)
+        try:
+            temporary.rename(final)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     final.chmod(0o755)
     fsync_folder(final.parent)
     return Bundle(final, manifest)
+
+
+def _whole_bundle(path: Path) -> Bundle | None:
+    try:
+        bundle = open_bundle(path)
+        bundle.verify()
+    except BundleError:
+        return None
+    return bundle
+
+
+_PREFIX = ".writing-"
+
+
+class WritingFolder:
+    """A folder of a bundle under way, beside its final place, locked as long as its writer lives.
+
+    The lock is how a later run tells what a killed one left behind from what another is writing: the system gives it
+    back when a process ends, however it ends.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self.path = parent / f"{_PREFIX}{os.urandom(8).hex()}"
+        self._lock: int | None = None
+
+    def make(self) -> None:
+        """Make the folder, and remove what runs that died left beside it.
+
+        Raises:
+            OSError: the parent is not there, or cannot be written.
+        """
+        _sweep(self.path.parent)
+        while self._lock is None:
+            self.path.mkdir()
+            self._lock = _locked(self.path)
+            if self._lock is None:  # another run took it for a dead one's in the moment before it was locked
+                self.path = self.path.with_name(f"{_PREFIX}{os.urandom(8).hex()}")
+
+    def remove(self) -> None:
+        """Remove the folder, if it is still there, and give the lock back."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _locked(folder: Path) -> int | None:
+    """Descriptor that holds the folder's lock; None if another process holds it, or took the folder away."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            return descriptor
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS) and folder.is_dir():
+            return descriptor  # a file system without locks: nobody can take this folder for a dead one's either
+    os.close(descriptor)
+    return None
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # being written, or nobody can tell
+        finally:
+            os.close(descriptor)
 
 
 def _check_arrays(weights: Array, config: IntArray, dtype: str) -> None:

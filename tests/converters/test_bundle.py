@@ -19,6 +19,7 @@ from peft_to_trtllm.file_hash import FileHash
 from peft_to_trtllm.job import Job, Request
 from trtllm_lora import Row, open_bundle, pack, write_bundle
 from trtllm_lora.bundle import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
+from trtllm_lora.bundle_writing import WritingFolder
 
 MIXED = {"self_attn.q_proj": 8, "self_attn.v_proj": 4, "mlp.down_proj": 2}
 CONFIG = {"rank_pattern": {"q_proj": 8, "down_proj": 2}}
@@ -140,3 +141,73 @@ def test_two_at_once(tmp_path: Path) -> None:
     assert len({bundle.digest for bundle in bundles}) == 1
     assert [item.name for item in (tmp_path / "o").iterdir()] == [bundles[0].digest]
     bundles[0].verify()
+
+
+@pytest.mark.parametrize("damage", ["a byte", "cut off", "no manifest", "no weights"])
+def test_a_damaged_bundle_is_replaced(tmp_path: Path, damage: str) -> None:
+    """What lies under the digest is believed only if every byte is right; else it is written anew."""
+    adapter = write_adapter(tmp_path / "a", llama_tensors())
+    good = convert(adapter, out=tmp_path / "o", dtype="float32")
+    file = good.path / WEIGHTS_FILE
+    if damage == "a byte":
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+    elif damage == "cut off":
+        os.truncate(file, 200)
+    else:
+        (good.path / (MANIFEST_FILE if damage == "no manifest" else WEIGHTS_FILE)).unlink()
+    again = convert(adapter, out=tmp_path / "o", dtype="float32")
+    assert again.digest == good.digest
+    open_bundle(again.path).verify()
+    assert [item.name for item in (tmp_path / "o").iterdir()] == [good.digest]
+
+
+def test_a_strangers_folder_under_the_digest_stays(tmp_path: Path) -> None:
+    """A folder that holds nothing of a bundle is not taken away."""
+    adapter = write_adapter(tmp_path / "a", llama_tensors())
+    good = convert(adapter, out=tmp_path / "o", dtype="float32")
+    shutil.rmtree(good.path)
+    good.path.mkdir()
+    (good.path / "mine").write_text("x")
+    with pytest.raises(InputError):
+        convert(adapter, out=tmp_path / "o", dtype="float32")
+    assert (good.path / "mine").read_text() == "x"
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    """The next run into a place removes the folder of a dead one, and leaves that of a living one alone."""
+    out = tmp_path / "o"
+    out.mkdir()
+    (out / ".writing-dead").mkdir()
+    (out / ".writing-dead" / WEIGHTS_FILE).write_bytes(b"x")
+    alive = WritingFolder(out)
+    alive.make()
+    assert [item.name for item in out.iterdir()] == [alive.path.name]
+    (out / ".writing-dead").mkdir()
+    bundle = convert(write_adapter(tmp_path / "a", llama_tensors()), out=out, dtype="float32")
+    assert sorted(item.name for item in out.iterdir()) == [alive.path.name, bundle.digest]
+    alive.remove()
+    assert [item.name for item in out.iterdir()] == [bundle.digest]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_second_interrupt_while_it_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    """An interrupt that meets the cleaning up of the first is obeyed when nothing is left."""
+
+    def remove(self: Any) -> None:
+        if not calls:
+            calls.append(1)
+            raise error
+        whole(self)
+
+    def put(self: Any, values: Any) -> None:
+        raise KeyboardInterrupt
+
+    calls: list[int] = []
+    whole = WritingFolder.remove
+    monkeypatch.setattr(WritingFolder, "remove", remove)
+    monkeypatch.setattr(stream.BundleStream, "put", put)
+    with pytest.raises(error):
+        convert(write_adapter(tmp_path / "a", llama_tensors()), out=tmp_path / "o", dtype="float32")
+    assert not (tmp_path / "o").exists()
