@@ -15,7 +15,8 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from peft_to_trtllm.job import Conversion, Job, Request
     from trtllm_lora import Bundle
 
-_REFUSED, _WRONG_INPUT, _INTERRUPTED, _TERMINATED = 2, 1, 130, 143
+_REFUSED, _WRONG_INPUT, _INTERRUPTED = 2, 1, 130
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LONG_WORK_BYTES = 200 << 20
 """Output from which a progress bar is worth its import."""
 
@@ -120,12 +122,15 @@ def _convert(options: argparse.Namespace, hashing: FileHash | None) -> int:
         tuple(dict.fromkeys(options.fused)),
         options.tp,
     )
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
-        return _run(request, options.out if writes else None, options, hashing)
+        if options.verify:
+            from peft_to_trtllm.verify import check_available
+
+            check_available()
+        with _ended_by_signals():
+            return _run(request, options.out if writes else None, options, hashing)
     except InputError as error:
         return _failed(str(error))
     except KeyboardInterrupt:
@@ -166,15 +171,18 @@ def _run(request: Request, out: Path | None, options: argparse.Namespace, hashin
 
 
 def _summary(job: Job, bundle: Bundle | None) -> str:
+    from peft_to_trtllm.report import printable
+
+    adapter = printable(job.request.adapter)
     if job.conversion is None:
-        return f"{job.request.adapter}: refused"
+        return f"{adapter}: refused"
     plan = job.conversion.plan
     ranks = sorted({row.rank for row in plan.rows})
     span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
     what = f"{len(plan.rows)} rows, rank {span}, {job.conversion.dtype}"
     if bundle is None:
-        return f"{job.request.adapter}: can be converted: {what}"
-    return f"{bundle.adapter}: {what}, {_size(bundle.num_bytes)} -> {bundle.path} (task id {bundle.task_id})"
+        return f"{adapter}: can be converted: {what}"
+    return f"{printable(bundle.adapter)}: {what}, {_size(bundle.num_bytes)} -> {bundle.path} (task id {bundle.task_id})"
 
 
 def _size(num_bytes: int) -> str:
@@ -221,11 +229,40 @@ class _Progress:
             self._bar.stop()
 
 
-def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM ends the run like an exception, so that nothing half-written stays."""
-    raise SystemExit(_TERMINATED)
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the run like an exception, so that nothing half-written stays.
+
+    The first one has the say: what comes after it, while the run cleans up, does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _end:  # after a signal the rest of the run is not to be disturbed either
+                signal.signal(number, handler)
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    for other in _SIGNALS:
+        signal.signal(other, _pass_over)  # not SIG_IGN: Python would tell of a signal that had already come
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def _pass_over(_number: int, _frame: FrameType | None) -> None:
+    """A signal after the first."""
 
 
 def _failed(message: str) -> int:
-    sys.stderr.write(f"lora-slots convert: {message}\n")
+    plain = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message)
+    sys.stderr.write(f"lora-slots convert: {plain}\n")
     return _WRONG_INPUT

@@ -7,6 +7,7 @@ read without running anything in it (torch_zip.py).
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ def _read_config(path: Path, names: set[str], problems: Findings) -> tuple[dict[
         problems.add("adapter-files", str(path / CONFIG), "missing", _advice(names))
         return None, ""
     try:
-        with open(open_regular(path / CONFIG), "rb") as source:
+        with os.fdopen(open_regular(path / CONFIG), "rb") as source:
             data = source.read(_CONFIG_LIMIT + 1)
         return parse_object(data, limit=_CONFIG_LIMIT), hashlib.sha256(data).hexdigest()
     except JsonProblem as problem:

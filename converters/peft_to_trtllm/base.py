@@ -113,7 +113,10 @@ def read_base(path: Path) -> Base:
         raise InputError(f"{file}: this is an adapter's config; --base wants the base model's config.json")
     if "pretrained_config" in config:
         raise InputError(f"{file}: this is an engine's config.json; give it with --engine")
-    return base_from_config(config, source=str(file))
+    base = base_from_config(config, source=str(file))
+    if not base.model_type:
+        raise InputError(f"{file}: no model_type: this is no model's config.json; --base wants the base model's")
+    return base
 
 
 def base_from_config(config: Mapping[str, Any], *, source: str) -> Base:
@@ -124,20 +127,21 @@ def base_from_config(config: Mapping[str, Any], *, source: str) -> Base:
         if part is None:
             break
         config = part
-    model_type = config.get("model_type") or outer.get("model_type") or ""
+    model_type = config.get("model_type") or outer.get("model_type")
+    model_type = model_type if isinstance(model_type, str) else ""
     sizes = {name: _first(config, keys) for name, keys in _SPELLINGS.items()}
     hidden, heads = sizes["hidden"], sizes["heads"]
     if sizes["head_size"] is None and hidden and heads and hidden % heads == 0:
         sizes["head_size"] = hidden // heads
-    _complete_inter(config, str(model_type), sizes)
+    _complete_inter(config, model_type, sizes)
     per_layer = config.get("intermediate_size")
     blocks = _block_configs(config, hidden, heads)
     dtype = config.get("torch_dtype") or config.get("dtype") or outer.get("torch_dtype") or outer.get("dtype")
     return Base(
         source=source,
-        model_type=str(model_type),
+        model_type=model_type,
         raw=config,
-        kv_heads=_kv_heads(config, str(model_type), heads),
+        kv_heads=_kv_heads(config, model_type, heads),
         inter_of_layer=_sizes(per_layer) or tuple(inter for _, inter in blocks),
         kv_heads_of_layer=tuple(kv_heads for kv_heads, _ in blocks),
         dtype=dtype if isinstance(dtype, str) else None,

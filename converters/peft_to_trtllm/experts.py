@@ -93,8 +93,8 @@ def _layout_known(adapted: Adapted, base: Base, problems: Findings) -> bool:
         problems.add(
             "experts",
             a.name,
-            f"{kind!r} keeps the weights of its experts as [E, in, out]: in PEFT's factors of such a parameter A belongs "
-            "to the outputs and B to the inputs, which this converter does not turn round",
+            f"{kind!r} keeps the weights of its experts as [E, in, out]: in PEFT's factors of such a parameter A "
+            "belongs to the outputs and B to the inputs, which this converter does not turn round",
             "an adapter without target_parameters on the experts, or merge it into the base",
         )
         return False

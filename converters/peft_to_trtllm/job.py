@@ -21,9 +21,9 @@ from peft_to_trtllm.load import Loader
 from peft_to_trtllm.modules import Adapted, collect_modules
 from peft_to_trtllm.numbers import convert_rows
 from peft_to_trtllm.plan import Planner
-from peft_to_trtllm.preflight import base_of_engine, check_engine, check_without_engine
+from peft_to_trtllm.preflight import base_of_engine, check_base, check_engine, check_without_engine
 from peft_to_trtllm.report import Report
-from peft_to_trtllm.rounding import Array
+from peft_to_trtllm.rounding import Array, values_of
 from peft_to_trtllm.rows import Plan
 from peft_to_trtllm.targeting import Targeting
 from peft_to_trtllm.tensor_file import FileProblem
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
 
-TOOL = "lora-slots/peft_to_trtllm 1"
+TOOL = "lora-slots/peft_to_trtllm 2"
 """Written into bundles. The number rises when the same adapter would give other bytes."""
 
 
@@ -129,6 +129,8 @@ class Job:
             self._base = base_of_engine(self._shape, engine_config, str(request.engine))
         self._dtype = self.report.dtype = _dtype(request, self._shape, self._base)
         self._tp_size = _tp_size(request, self._shape)
+        if request.base and self._base and self._shape:
+            check_base(self._base, self._shape, engine_config, str(request.engine), self.report.problems)
         adapter = open_adapter(self._local(request.adapter), self.report.problems)
         if adapter:
             self._resources.callback(adapter.file.close)
@@ -166,7 +168,7 @@ class Job:
     def _judge_biases(self, adapter: Adapter, settings: Settings, modules: Sequence[Adapted]) -> None:
         problems = self.report.problems
         for bias in (adapted.bias for adapted in modules):
-            if bias and adapter.file.read(bias).any():
+            if bias and values_of(adapter.file.read(bias), bias.dtype).any():  # -0.0 is zero
                 wanted = "train with lora_bias=False; lora_weights has no place for a bias"
                 problems.add("bias", bias.name, "a bias on lora_B (lora_bias) that is not zero", wanted)
             if bias is None and settings.lora_bias:

@@ -137,10 +137,9 @@ def parse_key(key: str) -> Part | Ignored | Refused:
     if len(set(tail)) > 1 or len(tail) > 2:
         return _unknown(f"several names after {component}: {'.'.join(tail)[:80]!r}", "one adapter's name at most")
     path = ".".join(_unwrapped(parts[:index]))
-    if len(path) > _LONGEST_PATH:
-        return _unknown(f"a module path of {len(path)} characters", f"at most {_LONGEST_PATH}, as any model's")
-    if not path:
-        return _unknown("no module before the component", "base_model.model.<module path>." + component)
+    if not 0 < len(path) <= _LONGEST_PATH:
+        found = f"a module path of {len(path)} characters before the component"
+        return _unknown(found, f"base_model.model.<module path>.{component}, a path of at most {_LONGEST_PATH}")
     return Part(role, path, tail[0] if tail else "")
 
 

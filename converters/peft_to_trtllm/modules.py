@@ -35,15 +35,15 @@ def collect_modules(tensors: Mapping[str, Tensor], report: Report) -> list[Adapt
         elif isinstance(meaning, Refused):
             problems.add(meaning.rule, key, meaning.found, meaning.wanted)
         else:
-            names.setdefault(meaning.adapter, key)
+            if meaning.role in ("A", "B"):
+                names.setdefault(meaning.adapter, key)
             _place(places, meaning, key, tensor, problems)
-    named = {name: key for name, key in names.items() if name}
-    if len(named) > 1:
+    if len(names) > 1:
         problems.add(
             "two-adapters",
-            ", ".join(named.values()),
-            f"tensors of several adapters: {', '.join(named)}",
-            "one adapter in a file",
+            ", ".join(names.values()),
+            f"tensors of several adapters: {', '.join(name or '(without a name)' for name in names)}",
+            "one adapter in a file, its name in every key or in none",
         )
     if not tensors:
         problems.add("no-tensors", "the file", "it holds no tensors", "an adapter with LoRA factors")

@@ -12,10 +12,11 @@ from typing import Any
 
 from peft_to_trtllm.base import Base
 from peft_to_trtllm.dims import SYMBOLS
+from peft_to_trtllm.families import FAMILIES
 from peft_to_trtllm.fuse import PARTS
 from peft_to_trtllm.report import Findings, Report
 from peft_to_trtllm.rows import Plan, Row
-from trtllm_lora import EngineShape
+from trtllm_lora import MODULES, EngineShape
 
 _NO_LORA_QUANT = ("SQ", "W8A8_SQ", "SMOOTH", "FP8_ROWWISE", "FP8_PER_CHANNEL")
 
@@ -68,6 +69,29 @@ def base_of_engine(shape: EngineShape, config: Mapping[str, Any], source: str) -
     )
 
 
+def check_base(base: Base, shape: EngineShape, config: Mapping[str, Any], source: str, problems: Findings) -> None:
+    """Whether an engine was built from this base: the sizes that cut fused rows, and the family where both name one."""
+    pairs = [
+        ("hidden size", base.hidden, shape.hidden_size),
+        ("layers", base.layers, shape.num_layers),
+        ("heads", base.heads, shape.num_heads),
+        ("head size", base.head_size, shape.head_size),
+    ]
+    if not base.kv_heads_of_layer:
+        pairs.append(("kv heads", base.kv_heads, shape.num_kv_heads))
+    differ = [f"{name} {stated} and {built}" for name, stated, built in pairs if stated not in (None, built)]
+    family = base_of_engine(shape, config, source).model_type
+    if family and base.model_type in FAMILIES and FAMILIES[family] is not FAMILIES[base.model_type]:
+        differ.append(f"family {base.model_type} and {family}")
+    if differ:
+        problems.add(
+            "engine-base",
+            base.source,
+            f"the base and the engine ({source}) are not the same model: {', '.join(differ)}",
+            "the config.json of the base the engine was built from, and an adapter trained on it",
+        )
+
+
 def check_without_engine(plan: Plan, report: Report) -> None:
     """What can be said of any engine of the 1.2 line."""
     dense = next((row for row in plan.rows if row.module == "attn_dense" and row.d_in != row.d_out), None)
@@ -88,6 +112,7 @@ def check_engine(plan: Plan, shape: EngineShape, dtype: str, tp_size: int, sourc
     _check_whole_engine(shape, dtype, source, report)
     for row in plan.rows:
         _check_row(row, shape, source, problems)
+    _check_tensor_parallel(plan, shape, source, problems)
     if any(row.module in PARTS for row in plan.rows) and tp_size != shape.tp_size:
         problems.add(
             "fused",
@@ -189,6 +214,24 @@ def _engine_dims(row: Row, shape: EngineShape) -> tuple[int, int]:
     }
     parts = PARTS.get(row.module, (row.module,))
     return sizes[SYMBOLS[parts[0]][0]], sum(sizes[SYMBOLS[part][1]] for part in parts)
+
+
+def _check_tensor_parallel(plan: Plan, shape: EngineShape, source: str, problems: Findings) -> None:
+    """Each rank takes an equal share of a row's side, and of whole heads."""
+    for row in plan.rows:
+        split = MODULES[row.module].tp_split
+        side = {"out": row.d_out, "in": row.d_in}.get(split, 0)
+        units = {"attn_q": shape.num_heads, "attn_k": shape.num_kv_heads, "attn_v": shape.num_kv_heads}
+        count = units.get(row.module, side)
+        if count % shape.tp_size or side % shape.tp_size:
+            what = "heads" if row.module in units else "rows" if split == "out" else "columns"
+            problems.add(
+                "engine-tp",
+                row.path,
+                f"{row.module} has {count} {what}, which the {shape.tp_size} tensor-parallel ranks of the engine "
+                f"cannot share evenly ({source})",
+                "an engine of another tp_size, or an adapter without this module",
+            )
 
 
 def _check_pipeline(plan: Plan, shape: EngineShape, source: str, problems: Findings) -> None:

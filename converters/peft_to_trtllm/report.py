@@ -100,9 +100,9 @@ class Report:
     def text(self) -> str:
         """For a person: verdict, every reason, every warning."""
         total = sum(self.problems.counts.values())
-        head = f"{self.adapter}: can be converted"
+        head = f"{printable(self.adapter)}: can be converted"
         if total:
-            head = f"{self.adapter}: refused, {total} problem{'s' if total > 1 else ''}"
+            head = f"{printable(self.adapter)}: refused, {total} problem{'s' if total > 1 else ''}"
         lines = [head, *self.problems.lines()]
         if self.warnings:
             lines += ["  to know:", *self.warnings.lines()]
@@ -112,13 +112,13 @@ class Report:
         """The match table: module, layers, rank, scale, target row; equal lines of several layers are joined."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for match in self.matches:
-            key = (match.module, match.rank, match.scale, match.rows, match.remark)
+            key = (printable(match.module), match.rank, match.scale, match.rows, match.remark)
             groups.setdefault(key, []).append(match.layer)
         rows = [("module", "layers", "rank", "scale", "row")]
         for (module, rank, scale, targets, remark), layers in groups.items():
             target = " + ".join(targets) + (f"  ({remark})" if remark else "")
             rows.append((module, _ranges(layers), str(rank), f"{scale:.6g}", target))
-        rows += [(name, "", "", "", f"none: {why}") for name, why in self.ignored.items()]
+        rows += [(printable(name), "", "", "", f"none: {why}") for name, why in self.ignored.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
@@ -134,6 +134,11 @@ class Report:
             "ignored": self.ignored,
         }
         return json.dumps(content, indent=1)
+
+
+def printable(text: str) -> str:
+    """A name of a stranger with its control characters escaped, so that it cannot steer a terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _plain(text: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,17 @@ class Verdict(NamedTuple):
             f"{verdict}: largest logit difference {self.largest_difference:.3g}, "
             f"where the adapter changes logits by up to {self.largest_change:.3g}"
         )
+
+
+def check_available() -> None:
+    """Whether what `verify` needs is installed; nothing is imported.
+
+    Raises:
+        InputError: names what is missing.
+    """
+    missing = [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]
+    if missing:
+        raise InputError(f"--verify needs torch, transformers and peft; not installed: {', '.join(missing)}")
 
 
 def verify(bundle: Bundle, plan: Plan, adapter: Path, base: Path) -> Verdict:

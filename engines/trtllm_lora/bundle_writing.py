@@ -181,7 +181,7 @@ def _locked(folder: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+        if os.path.samestat(os.fstat(descriptor), folder.stat()):
             return descriptor
     except BlockingIOError:
         pass

@@ -154,9 +154,10 @@ def test_help_is_quick() -> None:
     assert min(times) < 0.3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C and SIGTERM in the middle of writing end the run without a traceback and without a file."""
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals, again: bool) -> None:
+    """Ctrl-C, SIGTERM and SIGHUP in the middle of writing, once or many times, leave no traceback and no file."""
     size = 2048
     config = {
         **LLAMA,
@@ -179,8 +180,12 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
     while not (out.exists() and any(out.iterdir())) and child.poll() is None:
         os.sched_yield()
     child.send_signal(number)
+    while again and child.poll() is None:
+        child.send_signal(signal.SIGINT)
+        os.sched_yield()
     _, errors = child.communicate(timeout=60)
-    assert child.returncode in (130, 143)
+    expected = {128 + number, 130, -signal.SIGINT} if again else {128 + number}  # -2: Python itself was ending
+    assert child.returncode in expected
     assert "Traceback" not in errors
     assert not out.exists()
 
@@ -218,3 +223,29 @@ def test_a_bar_where_a_person_looks(good: Path, base: Path, tmp_path: Path, monk
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main([str(good), "--base", str(base), "--dtype", "float16", "--out", str(tmp_path / "o")]) == 0
     assert find_bundle(tmp_path / "o").dtype == "float16"
+
+
+def test_verify_looks_before_it_writes(good: Path, base: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Without peft there is nothing to verify with, and so no bundle either."""
+    from peft_to_trtllm import verify
+
+    monkeypatch.setattr(verify, "find_spec", lambda name: None if name == "peft" else name)
+    arguments = [str(good), "--base", str(base), "--dtype", "float16", "--out", str(tmp_path / "o")]
+    assert main([*arguments, "--verify", str(base)]) == 1
+    assert "not installed: peft" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_names_cannot_steer_the_terminal(base: Path, tmp_path: Path, capsys: Any) -> None:
+    """Control characters in names are printed as escapes, in success, refusal and error."""
+    arguments = ["--base", str(base), "--dtype", "float16", "--out", str(tmp_path / "o")]
+    adapter = write_adapter(tmp_path / "a\x1b[31m", llama_tensors())
+    assert main([str(adapter), *arguments]) == 0
+    assert main([str(adapter), *arguments, "--name", "x\n\x1b[2J"]) == 0
+    odd = write_adapter(tmp_path / "b\x07", llama_tensors(), {"bias": "all"})
+    assert main([str(odd), *arguments]) == 2
+    assert main([str(tmp_path / "c\x1b"), *arguments]) == 1
+    streams = capsys.readouterr()
+    said = streams.out.replace(str(tmp_path), "") + streams.err
+    assert "\\x1b[31m" in said
+    assert all(c.isprintable() or c == "\n" for c in said)

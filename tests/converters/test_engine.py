@@ -179,3 +179,36 @@ def test_rows_that_ranks_cannot_share(converted: Any) -> None:
     """Rows that do not divide by the ranks are refused."""
     with pytest.raises(AdapterRefused, match="cannot share"):
         converted(llama_tensors(), fused=["attn_qkv"], tp_size=3)
+
+
+OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "heads": ({"num_heads": 8, "head_size": 2}, {}),
+    "kv heads": ({"num_kv_heads": 4}, {}),
+    "layers": ({"num_layers": 3}, {}),
+    "family": ({}, {"architecture": "GPTNeoXForCausalLM"}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_an_engine_of_another_model_than_the_base(tmp_path: Path, kind: str) -> None:
+    """Base and engine must be one model: fused rows are cut by the one and read by the other."""
+    changes, pretrained = OTHER[kind]
+    folder = engine(tmp_path / "e", **changes)
+    config = json.loads((folder / "config.json").read_text())
+    config["pretrained_config"].update(pretrained)
+    (folder / "config.json").write_text(json.dumps(config))
+    base = tmp_path / "base.json"
+    base.write_text(json.dumps(LLAMA))
+    report = inspect(write_adapter(tmp_path / "a", llama_tensors()), base=base, engine=folder)
+    assert report.problems.counts["engine-base"] == 1
+    assert kind in report.problems.kept[0].found
+
+
+def test_ranks_that_cannot_share(tmp_path: Path) -> None:
+    """Two kv heads cannot be dealt out to four ranks, nor 24 rows to five, fused or not."""
+    adapter = write_adapter(tmp_path / "a", llama_tensors(ALL_SEVEN, layers=1))
+    four = inspect(adapter, engine=engine(tmp_path / "e", tp_size=4))
+    assert {problem.rule for problem in four.problems.kept} == {"engine-tp"}
+    assert four.problems.counts["engine-tp"] == 2
+    assert inspect(adapter, engine=engine(tmp_path / "e", tp_size=5)).problems.counts["engine-tp"] == 7
+    assert inspect(adapter, engine=engine(tmp_path / "e", tp_size=2)).ok

@@ -159,9 +159,7 @@ BINS: dict[str, Callable[[], bytes]] = {
         b"\x80\x02ccollections\nOrderedDict\n]N" + b"\x85" * 2_000_000 + b"N\x86a\x85R."
     ),
     "a value two million deep": lambda: _torch_zip(b"\x80\x02}X\x01\x00\x00\x00aN" + b"\x85" * 2_000_000 + b"s."),
-    "100,000 tuples on a deep stack": lambda: _torch_zip(
-        b"\x80\x02(" + b"N" * 100_000 + b"((t" * 100_000 + b"."
-    ),
+    "100,000 tuples on a deep stack": lambda: _torch_zip(b"\x80\x02(" + b"N" * 100_000 + b"((t" * 100_000 + b"."),
     "ten million instructions": lambda: _torch_zip(b"\x80\x02" + b"N" * 10_000_000 + b"."),
     "a tuple without its mark": lambda: _torch_zip(b"\x80\x02t."),
     "a mark that lost its items": lambda: _torch_zip(b"\x80\x02N(\x85\x85st."),

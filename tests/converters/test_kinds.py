@@ -66,6 +66,13 @@ PLAIN: dict[str, tuple[Tensors, dict[str, Any]]] = {
         },
         {"lora_bias": True},
     ),
+    "a lora_B.bias of negative zeros in bfloat16": (
+        {
+            **llama_tensors({"self_attn.q_proj": 4}, layers=1),
+            f"{PREFIX}0.self_attn.q_proj.lora_B.bias": np.full(16, 0x8000, np.uint16),
+        },
+        {"lora_bias": True},
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,13 @@ TENSORS: dict[str, tuple[Tensors, str]] = {
         {
             **with_tensor(f"{PREFIX}0.self_attn.k_proj.lora_A.one.weight"),
             f"{PREFIX}0.self_attn.k_proj.lora_B.two.weight": ONE,
+        },
+        "two-adapters",
+    ),
+    "an adapter with a name beside one without": (
+        {
+            **llama_tensors({"self_attn.v_proj": 4}),
+            **{k.replace(".weight", ".foo.weight"): v for k, v in llama_tensors({"self_attn.q_proj": 4}).items()},
         },
         "two-adapters",
     ),
@@ -277,4 +285,15 @@ def test_hand_written_base(tmp_path: Path) -> None:
     """An engine's config.json given as --base is called what it is."""
     base = write_base(tmp_path / "b", {"pretrained_config": {}})
     with pytest.raises(InputError, match="--engine"):
+        convert(write_adapter(tmp_path / "a", llama_tensors()), base=base, out=tmp_path / "o", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"version": "1.0", "model": {"type": "BPE"}}, {**LLAMA, "model_type": ["llama"]}]
+)
+def test_a_base_without_a_model_type(tmp_path: Path, config: dict[str, Any]) -> None:
+    """A tokenizer.json, or whatever names no model_type, is no base."""
+    base = tmp_path / "tokenizer.json"
+    base.write_text(json.dumps(config))
+    with pytest.raises(InputError, match="model_type"):
         convert(write_adapter(tmp_path / "a", llama_tensors()), base=base, out=tmp_path / "o", dtype="float32")
