@@ -123,14 +123,12 @@ class Job:
 
     def _open(self) -> None:
         request = self.request
-        self._shape, engine_config = _engine(request.engine)
+        self._shape, self._engine_config = _engine(request.engine)
         self._base = read_base(request.base) if request.base else None
         if self._base is None and self._shape:
-            self._base = base_of_engine(self._shape, engine_config, str(request.engine))
+            self._base = base_of_engine(self._shape, self._engine_config, str(request.engine))
         self._dtype = self.report.dtype = _dtype(request, self._shape, self._base)
         self._tp_size = _tp_size(request, self._shape)
-        if request.base and self._base and self._shape:
-            check_base(self._base, self._shape, engine_config, str(request.engine), self.report.problems)
         adapter = open_adapter(self._local(request.adapter), self.report.problems)
         if adapter:
             self._resources.callback(adapter.file.close)
@@ -157,6 +155,7 @@ class Job:
         if plan and self.request.fused:
             plan = fuse(plan, self.request.fused, self._tp_size, planner.dims, report.problems)
         if plan is None or not report.ok:
+            self._check_base()
             return
         base_weights = self._check(plan)
         if report.ok:
@@ -185,7 +184,13 @@ class Job:
                 found = "a DoRA magnitude in a file whose config has use_dora off"
                 problems.add("dora", adapted.magnitude.name, found, "use_dora as it was in training")
 
+    def _check_base(self) -> None:
+        if self.request.base and self._base and self._shape:
+            engine = str(self.request.engine)
+            check_base(self._base, self._shape, self._engine_config, engine, self.report.problems)
+
     def _check(self, plan: Plan) -> BaseWeights | None:
+        self._check_base()
         if self._shape:
             check_engine(plan, self._shape, self._dtype, self._tp_size, str(self.request.engine), self.report)
         else:
