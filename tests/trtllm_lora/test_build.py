@@ -33,7 +33,7 @@ def tiny_profile(file: Path, **changes: Any) -> EngineProfile:
     data = yaml.safe_load((PROFILES / "smollm2-135m-gpu.yaml").read_text())
     data["name"] = "tiny"
     data["model"] |= {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
-    data["model"] |= {"head_size": 16, "vocab_size": 256, "max_positions": 512}
+    data["model"] |= {"head_size": 16, "vocab_size": 256, "max_positions": 2048}
     data["engine"] |= {"max_batch_size": 4, "max_seq_len": 256}
     data["lora"]["max_rank"] = 16
     for place, value in changes.items():
