@@ -38,9 +38,9 @@ class PromptEncoder:
         """Engine inputs of one request; arrays have the leading batch dimension of 1.
 
         Raises:
-            ValueError: an empty prompt, more than one prompt, or a bias list of two lengths.
+            ValueError: an empty prompt, more than one prompt, text that is not UTF-8, or a bias list of two lengths.
         """
-        prompt = _texts(given["QUERY"])
+        prompt = _texts(given["QUERY"], "text_input")
         if len(prompt) != 1:
             raise ValueError(f"text_input: one prompt per request, found {len(prompt)}")
         ids = self._tokenizer.encode(prompt[0], add_special_tokens=self._add_special_tokens)
@@ -56,11 +56,13 @@ class PromptEncoder:
         }
         for name, source in (("STOP_WORDS_IDS", "STOP_WORDS_DICT"), ("BAD_WORDS_IDS", "BAD_WORDS_DICT")):
             if source in given:
-                made[name] = self._tokenizer.word_list(_texts(given[source]))[np.newaxis]
+                made[name] = self._tokenizer.word_list(_texts(given[source], source.removesuffix("_DICT").lower()))[
+                    np.newaxis
+                ]
         if "EMBEDDING_BIAS_WORDS" in given:
             made["EMBEDDING_BIAS"] = self._bias(given)
         if "DECODER_QUERY" in given:
-            decoder_ids = self._tokenizer.encode(_texts(given["DECODER_QUERY"])[0])
+            decoder_ids = self._tokenizer.encode(_texts(given["DECODER_QUERY"], "decoder_text_input")[0])
             made["DECODER_INPUT_ID"] = np.array([decoder_ids], np.int32)
             made["REQUEST_DECODER_INPUT_LEN"] = np.array([[len(decoder_ids)]], np.int32)
         if "PROMPT_TABLE_EXTRA_ID" in given:
@@ -68,7 +70,7 @@ class PromptEncoder:
         return made
 
     def _bias(self, given: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
-        words = _texts(given["EMBEDDING_BIAS_WORDS"])
+        words = _texts(given["EMBEDDING_BIAS_WORDS"], "embedding_bias_words")
         weights = given.get("EMBEDDING_BIAS_WEIGHTS", np.zeros(0, np.float32)).reshape(-1)
         if len(words) != len(weights):
             raise ValueError(f"embedding_bias: {len(words)} words, {len(weights)} weights")
@@ -127,8 +129,12 @@ class StreamDecoders:
         return texts, count
 
 
-def _texts(array: npt.NDArray[Any]) -> list[str]:
-    return [item.decode("utf-8", "replace") for item in array.reshape(-1)]
+def _texts(array: npt.NDArray[Any], name: str) -> list[str]:
+    """Texts of a tensor of bytes; `name` is the ensemble's input. Raises ValueError: not UTF-8, never replaced."""
+    try:
+        return [item.decode() for item in array.reshape(-1)]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from None
 
 
 def _scalar(array: npt.NDArray[Any] | None, default: int) -> int:
