@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from trtllm_lora.errors import BundleError
+from trtllm_lora.task_id import is_task_id_of
 from trtllm_lora.tensors import STORAGE, Array, IntArray
 
 FORMAT_VERSION = 1
@@ -167,6 +168,8 @@ def _manifest_problems(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     problems = []
     if digest_of(manifest) != manifest["digest"]:
         problems.append("the manifest was changed after it was written: its digest is another (rule B5)")
+    elif not is_task_id_of(manifest["digest"], manifest["task_id"]):
+        problems.append(f"task_id {manifest['task_id']!r} is not made from the digest (rule B6)")
     if manifest["dtype"] not in STORAGE:
         problems.append(f"dtype {manifest['dtype']!r} is none of {', '.join(STORAGE)} (rule B4)")
     for name in (WEIGHTS_FILE, CONFIG_FILE):

@@ -17,3 +17,8 @@ def task_id_for(digest: str, probe: int = 0) -> int:
     """
     value = int(digest, 16) >> (31 * (probe % 8))
     return value % MAX_TASK_ID + 1
+
+
+def is_task_id_of(digest: str, task_id: object) -> bool:
+    """Whether an id is one that this digest may have (rule B6): never another content's by a changed label."""
+    return isinstance(task_id, int) and task_id in {task_id_for(digest, probe) for probe in range(8)}

@@ -14,6 +14,7 @@ adapters:
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import os
 import re
@@ -32,6 +33,10 @@ from trtllm_lora import Bundle
 SCHEMA = 1
 FILE_NAME = "adapters.yaml"
 BASE_NAME = "base"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's, where it is there: ten times as fast, and a registry of thousands is read while requests wait."""
+_COMPARED = 200
+"""Names compared with an unknown one: a comparison takes some 0.1 ms, and other requests wait meanwhile."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}")
 NAME_RULE = "a letter or digit, then up to 127 letters, digits or any of . _ : @ / -, no '..', and not 'base'"
 
@@ -110,11 +115,17 @@ class Registry:
         """
         entry = self.entries.get(name)
         if entry is None:
-            near = difflib.get_close_matches(name, self.entries, n=3, cutoff=0.5)
+            near = difflib.get_close_matches(name[:128], self._neighbours(name), n=3, cutoff=0.5)
             few = ", ".join(sorted(self.entries)) if len(self.entries) <= 8 else f"{len(self.entries)} are known"
             hint = f"near names: {', '.join(near)}" if near else f"there are: {few or 'none'}"
             raise UnknownAdapter(f"no adapter {name[:80]!r}; {hint}", adapter=name[:80])
         return entry
+
+    def _neighbours(self, name: str) -> list[str]:
+        """Names worth a comparison: all of a small registry, else those beside `name` in the alphabet."""
+        names = sorted(self.entries)
+        at = bisect.bisect(names, name)
+        return names if len(names) <= _COMPARED else names[max(0, at - _COMPARED // 2) : at + _COMPARED // 2]
 
 
 def publish(file: Path, bundle: Bundle, name: str | None = None) -> Entry:
@@ -160,7 +171,7 @@ def _write(file: Path, document: Mapping[str, Any]) -> None:
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        document = yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 - a safe one
     except OSError as error:
         raise RegistryError(f"{file}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

@@ -30,6 +30,7 @@ from adapter_slots.errors import (
     TierError,
 )
 from trtllm_lora.bundle import CONFIG_FILE, FORMAT_VERSION, MANIFEST_FILE, WEIGHTS_FILE, digest_of
+from trtllm_lora.task_id import is_task_id_of
 
 MANIFEST_LIMIT = 16 * 2**20
 """Bytes of a manifest at most."""
@@ -174,6 +175,8 @@ class Source:
             files = [StoredFile(name, *_facts(manifest["files"][name])) for name in (CONFIG_FILE, WEIGHTS_FILE)]
             if digest_of(manifest) != digest:
                 raise StoreCorrupt(f"{where}: its digest is not that of its content (rule B5)")
+            if not is_task_id_of(digest, manifest["task_id"]):
+                raise StoreCorrupt(f"{where}: its task id is not made from its digest (rule B6)")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise StoreCorrupt(f"{where}: not a bundle's manifest (rules B2, B3)") from None
         return Content(files, raw, digest)

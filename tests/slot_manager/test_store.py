@@ -362,7 +362,8 @@ def test_wrong_bytes_in_the_store_are_corrupt(
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "another task": lambda manifest: {**manifest, "adapter": "robot"},
+    "another task": lambda manifest: {**manifest, "task_id": manifest["task_id"] + 1},
+    "another dtype": lambda manifest: {**manifest, "dtype": "float16"},
     "another format": lambda manifest: {**manifest, "format_version": 2},
     "no files": lambda manifest: {**manifest, "files": {}},
     "files are a list": lambda manifest: {**manifest, "files": []},
