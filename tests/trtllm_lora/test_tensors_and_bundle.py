@@ -144,6 +144,9 @@ def test_what_was_changed_after_writing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"has \d+ bytes, the manifest says"):
         open_bundle(bundle.path)
     manifest = json.loads((bundle.path / "bundle.json").read_text())
+    (bundle.path / "bundle.json").write_text(json.dumps({**manifest, "task_id": manifest["task_id"] % 2**31 + 1}))
+    with pytest.raises(BundleError, match="rule B6"):
+        open_bundle(bundle.path)
     manifest["base_model"] = "another"
     (bundle.path / "bundle.json").write_text(json.dumps(manifest))
     with pytest.raises(BundleError, match="rule B5"):
