@@ -174,9 +174,11 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals, again: 
     adapter = write_adapter(tmp_path / "a", tensors, {**CONFIG, "r": 256})
     out = tmp_path / "o"
     arguments = [*COMMAND, str(adapter), "--base", str(write_base(tmp_path / "b", config)), "--out", str(out)]
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a child inherits what nohup around the tests ignores
     child = subprocess.Popen(
         [*arguments, "--dtype", "float32"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    signal.signal(signal.SIGHUP, before)
     while not (out.exists() and any(out.iterdir())) and child.poll() is None:
         os.sched_yield()
     child.send_signal(number)
