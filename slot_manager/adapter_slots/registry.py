@@ -174,9 +174,12 @@ def _load(file: Path) -> dict[str, Any]:
         document = yaml.load(file.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 - a safe one
     except OSError as error:
         raise RegistryError(f"{file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # dates and tags raise what Python does
         raise RegistryError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
-    problems = list(_problems(document))
+    try:
+        problems = list(_problems(document))
+    except (TypeError, ValueError) as error:
+        problems = [f"a value of a wrong type: {error}"]
     if problems:
         raise RegistryError(f"{file}: " + "; ".join(problems))
     return dict(document)

@@ -20,6 +20,8 @@ from adapter_slots.ports import Clock
 
 FIRST_TOKEN_S = 30.0
 """Added to every lease's deadline: queueing and prefill."""
+MAX_HELD_TOKENS = 8192
+"""Tokens a lease is held for at most: max_tokens is the client's word, and an absurd one would hold a slot for ever."""
 ANONYMOUS_MARGIN_S = 2.0
 GUESSED_TOKEN_S = 0.1
 
@@ -151,7 +153,7 @@ class Router:
         incoming.forward(grant.task_id, report_end=bool(incoming.request_id))
 
     def _hold_s(self, max_tokens: int, *, reported: bool) -> float:
-        generation_s = max_tokens * self._token_s
+        generation_s = max(0, min(max_tokens, MAX_HELD_TOKENS)) * self._token_s
         if reported:
             return FIRST_TOKEN_S + 4 * generation_s
         # nobody will report the end: hold about as long as the answer takes
