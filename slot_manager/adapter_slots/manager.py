@@ -314,6 +314,10 @@ class SlotManager:
 
     def _housekeeping(self) -> None:
         """Once a tick, whatever the machine does: registry, metrics."""
+        if not self._closing:
+            self._loop.call_later(
+                self._machine.config.tick_s, self._housekeeping
+            )  # first: an error below ends no more than this one
         was_broken = self._registry.problem
         if self._registry.refresh():
             for digest in self._catalog.changed():
@@ -330,8 +334,6 @@ class SlotManager:
             if info != self._info:
                 self._info = info
                 self._sink.only(LORA_INFO, info).set(time.time())
-        if not self._closing:
-            self._loop.call_later(self._machine.config.tick_s, self._housekeeping)
 
     def _save_warm_set(self) -> None:
         if self._state_file is None or self._restoring:
