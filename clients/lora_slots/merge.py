@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from lora_slots.base_model.fetch import sha256_of
 from lora_slots.refusals import Refused
 from trtllm_lora.shape import read_json
 
@@ -84,11 +85,8 @@ def _dtype(base: Path) -> str:
 
 
 def _note(made: Path, base: Path, adapter: Path, dtype: str) -> None:
-    import hashlib
     import json
 
     weights = next(iter(sorted(adapter.glob("adapter_model.*"))), adapter / "adapter_config.json")
-    with weights.open("rb") as source:
-        digest = hashlib.file_digest(source, "sha256").hexdigest()
-    note = {"base": base.name, "adapter": adapter.name, "adapter_sha256": digest, "dtype": dtype}
+    note = {"base": base.name, "adapter": adapter.name, "adapter_sha256": sha256_of(weights), "dtype": dtype}
     (made / NOTE_FILE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")

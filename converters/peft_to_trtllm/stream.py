@@ -24,7 +24,7 @@ from trtllm_lora import Bundle, BundleError, BundleFacts
 from trtllm_lora.bundle import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, canonical_json
 from trtllm_lora.bundle_writing import (
     WritingFolder,
-    fsync_folder,
+    fsync_path,
     manifest_of,
     publish_folder,
     write_array,
@@ -132,7 +132,7 @@ class BundleStream:
         shape_only = np.broadcast_to(np.zeros(1, STORAGE[facts.dtype]), self._shape)
         manifest: dict[str, Any] = manifest_of(facts, shape_only, self._config, files)
         write_bytes(self._writing.path / MANIFEST_FILE, canonical_json(manifest, indent=1))
-        fsync_folder(self._writing.path)
+        fsync_path(self._writing.path)
         return publish_folder(self._writing.path, self._parent / manifest["digest"], manifest)
 
 

@@ -62,7 +62,7 @@ def write_bundle(parent: Path, weights: Array, config: IntArray, facts: BundleFa
         }
         manifest = manifest_of(facts, weights, config, files)
         write_bytes(temporary / MANIFEST_FILE, canonical_json(manifest, indent=1))
-        fsync_folder(temporary)
+        fsync_path(temporary)
         return publish_folder(temporary, parent / manifest["digest"], manifest)
     except OSError as error:
         raise BundleError(f"{parent}: writing the bundle failed: {error.strerror or error}") from None
@@ -125,7 +125,7 @@ def publish_folder(temporary: Path, final: Path, manifest: dict[str, Any]) -> Bu
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     final.chmod(0o755)
-    fsync_folder(final.parent)
+    fsync_path(final.parent)
     return Bundle(final, manifest)
 
 
@@ -219,8 +219,8 @@ def _check_arrays(weights: Array, config: IntArray, dtype: str) -> None:
         raise BundleError("; ".join(problems) + " (rule B4)")
 
 
-def fsync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk."""
+def fsync_path(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -21,8 +21,6 @@ HEADROOM = 0.05
 """Share of the free memory left alone: fragmentation and what the assumptions missed."""
 STARVING = 0.25
 """A LoRA device cache above this share of the free memory is told to starve the KV cache."""
-DEFAULT_DEVICE_FRACTION = 0.02
-"""In force when `lora_cache_gpu_memory_fraction` is not set (the backend's log says 0.05)."""
 USUAL_RANKS = (4, 8, 16, 32, 64, 128, 256)
 
 

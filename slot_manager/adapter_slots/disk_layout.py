@@ -118,12 +118,3 @@ def bytes_below(path: Path) -> int:
             with suppress(OSError):
                 total += (Path(folder) / file).stat().st_size
     return total
-
-
-def fsync(path: Path) -> None:
-    """Have a file or directory on disk. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

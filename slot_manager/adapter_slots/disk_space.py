@@ -19,9 +19,10 @@ from pathlib import Path
 
 import structlog
 
-from adapter_slots.disk_layout import FETCHING, LEAVING, QUARANTINE, REASON, bytes_below, fsync, scan, take_lock
+from adapter_slots.disk_layout import FETCHING, LEAVING, QUARANTINE, REASON, bytes_below, scan, take_lock
 from adapter_slots.errors import DiskFull, TierError
 from adapter_slots.store import disk_error
+from trtllm_lora.bundle_writing import fsync_path
 
 log = structlog.get_logger("adapter_slots")
 
@@ -136,8 +137,8 @@ class DiskSpace:
         final = self.root / digest
         try:
             for file in path.iterdir():
-                fsync(file)
-            fsync(path)
+                fsync_path(file)
+            fsync_path(path)
             path.chmod(0o755)
             num_bytes = bytes_below(path)
             with self._lock:
@@ -146,7 +147,7 @@ class DiskSpace:
                     reserved = self._stored[work.name]
                     reserved.num_bytes = max(0, reserved.num_bytes - num_bytes)
                     self._stored[digest] = Stored(final, Worth.BUNDLE, num_bytes, next(self._order))
-            fsync(self.root)
+            fsync_path(self.root)
         except OSError as error:
             raise disk_error(error, final) from None
         return final

@@ -11,18 +11,10 @@ from adapter_slots.pools import NO_POOLS, Pools
 STORY_LENGTH = 24
 
 
-@dataclass(frozen=True, slots=True)
-class MachineConfig:
-    """Bounds and times of one working set. Seconds unless the name says otherwise."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """When adapters leave and are looked at: what an operator sets and the machine obeys. Seconds."""
 
-    num_slots: int
-    """Adapters in the engine's working set at most."""
-    cache_pages: int
-    """Pages of the engine's LoRA cache: the smaller of host and device, over all ranks."""
-    host_bytes: int
-    """Bytes of adapters in HOST at most."""
-    pools: Pools = NO_POOLS
-    """Slots reserved for groups of adapters."""
     idle_s: float = 300.0
     """Evict from SLOT what nobody leased for this long."""
     low_watermark: int | None = None
@@ -38,6 +30,20 @@ class MachineConfig:
     """Touch an idle pinned adapter this often, so that the engine keeps it fresh."""
     verify_s: float = 5.0
     """On a tick, touch the adapter the engine was seen to hold longest ago, if that is this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineConfig(Timing):
+    """Bounds and times of one working set. Seconds unless the name says otherwise."""
+
+    num_slots: int
+    """Adapters in the engine's working set at most."""
+    cache_pages: int
+    """Pages of the engine's LoRA cache: the smaller of host and device, over all ranks."""
+    host_bytes: int
+    """Bytes of adapters in HOST at most."""
+    pools: Pools = NO_POOLS
+    """Slots reserved for groups of adapters."""
     report_margin_s: float = 0.25
     """How late, at most, an end report is believed to arrive here, and a granted request at the engine."""
     max_host_moves: int = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from adapter_slots.policy import POLICIES
 from adapter_slots.pools import Pools
-from adapter_slots.records import MachineConfig
+from adapter_slots.records import MachineConfig, Timing
 from trtllm_lora import CacheGeometry, ContractError, EngineShape
 from trtllm_lora.geometry import DEFAULT_HOST_BYTES, DEFAULT_MAX_RANK, DEFAULT_OPTIMAL_RANK
 
@@ -21,7 +21,7 @@ class SettingsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Timing):
     """What `lora_router` is told. Parameter names are the field names."""
 
     engine_dir: str
@@ -34,14 +34,6 @@ class Settings:
     """Adapters in the engine's working set at most."""
     host_bytes: int = 2 * 2**30
     """Bytes of adapters in shared memory at most."""
-    idle_s: float = 300.0
-    low_watermark: int | None = None
-    min_idle_s: float = 10.0
-    max_wait_s: float = 5.0
-    min_residency_s: float = 0.5
-    tick_s: float = 1.0
-    refresh_s: float = 60.0
-    verify_s: float = 5.0
     policy: str = "lru"
     """lru or gdsf."""
     cold: str = "wait"
@@ -119,14 +111,7 @@ class Settings:
                 cache_pages=min(pages, self.lora_cache_device_pages or pages),
                 host_bytes=self.host_bytes,
                 pools=pools,
-                idle_s=self.idle_s,
-                low_watermark=self.low_watermark,
-                min_idle_s=self.min_idle_s,
-                max_wait_s=self.max_wait_s,
-                min_residency_s=self.min_residency_s,
-                tick_s=self.tick_s,
-                refresh_s=self.refresh_s,
-                verify_s=self.verify_s,
+                **{f.name: getattr(self, f.name) for f in fields(Timing)},
             )
         except (ContractError, ValueError) as error:
             raise SettingsError(f"lora_router: {error}") from None

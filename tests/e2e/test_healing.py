@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.processes import parent_of
 
 from lora_slots.client import Client
 from lora_slots.embedded import Prepared, running
@@ -140,14 +141,6 @@ def descendants(pid: int) -> list[int]:
     numbers = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
     children = [number for number in numbers if parent_of(number) == pid]
     return children + [deeper for child in children for deeper in descendants(child)]
-
-
-def parent_of(pid: int) -> int:
-    """Parent of a process; 0 if it is gone."""
-    try:
-        return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def command_of(pid: int) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.processes import parent_of
 
 pytestmark = pytest.mark.triton
 COMMAND = str(Path(sys.executable).with_name("lora-slots"))
@@ -106,14 +107,6 @@ def processes() -> Iterator[tuple[int, list[str]]]:
             continue
         if words and words[0]:
             yield int(folder.name), words
-
-
-def parent_of(pid: int) -> int:
-    """Parent of a process; 0 if it is gone."""
-    try:
-        return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def test_the_check_passes() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from lora_slots.base_model.errors import NoDiskSpace, disk_errors
 from lora_slots.base_model.fetch import WHEEL_SHA256, sha256_of
+from trtllm_lora.bundle_writing import fsync_path
 
 MANIFEST = "manifest.json"
 # what made the files; a newer recipe makes older folders be rebuilt
@@ -68,18 +69,18 @@ def write_manifest(model: Path) -> None:
     }
     fresh = model / f".{MANIFEST}"
     fresh.write_text(json.dumps({**RECIPE, "files": files}, indent=2) + "\n", encoding="utf-8")
-    _sync(fresh)
+    fsync_path(fresh)
     fresh.rename(model / MANIFEST)
-    _sync(model)
+    fsync_path(model)
 
 
 def publish(made: Path, model: Path) -> None:
     """Give the finished folder `made` its final name: files and folders synced before and after."""
     for path in made.iterdir():
-        _sync(path)
+        fsync_path(path)
     write_manifest(made)
     made.rename(model)
-    _sync(model.parent)
+    fsync_path(model.parent)
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
@@ -114,11 +115,3 @@ def _listed(model: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return {}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
