@@ -44,7 +44,7 @@ class Backend:
         pool = BlockPool(blocks, BLOCK_TOKENS, reuse=settings.kv_cache_reuse)
         limits = Limits(
             max_batch_size=engine.shape.max_batch_size,
-            max_input_len=engine.max_input_len,
+            max_input_len=engine.shape.max_input_len,
             max_seq_len=engine.shape.max_seq_len,
             max_queue_size=settings.max_queue_size,
         )

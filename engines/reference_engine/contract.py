@@ -18,10 +18,20 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from reference_engine.errors import RequestRefused, assertion
+from reference_engine.errors import RequestRefused
 from reference_engine.lora_checks import check_lora_config
 from reference_engine.request import GenerationRequest
 from reference_engine.sampling import Sampling, Words
+from trtllm_lora.request_rules import (
+    COPIES_RULE,
+    LENGTH_RULE,
+    REQUEST_FILE,
+    SAMPLING_RULES,
+    Rule,
+    assertion,
+    broken,
+    outside_vocabulary,
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +69,6 @@ REFUSED = (
 """Inputs of the contract that this engine does not honour."""
 
 _EXECUTOR = "cpp/tensorrt_llm/executor/executorImpl.cpp"
-_REQUEST = "cpp/tensorrt_llm/executor/requestImpl.h"
 
 
 def read_requests(
@@ -128,6 +137,14 @@ class _Row:
         number: float = value.reshape(()).item()
         return number
 
+    def ruled(self, rule: Rule, default: float = 0) -> float:
+        """A number that must keep a rule if it is given."""
+        value = self.scalar(rule.name, default)
+        if rule.name in self._tensors:
+            for text in broken({rule.name: value}, (rule,)):
+                raise RequestRefused(text)
+        return value
+
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self.scalar(name, default))
 
@@ -153,9 +170,7 @@ def _request(
     row: _Row, streaming_allowed: bool, exclude_input: bool, vocab_size: int, arrival: int
 ) -> GenerationRequest:
     tokens = _prompt(row, vocab_size)
-    max_new = int(row.scalar("request_output_len", 0))
-    if max_new <= 0:
-        raise RequestRefused(assertion("mMaxNewTokens > 0", _REQUEST))
+    max_new = int(row.ruled(LENGTH_RULE))
     if row.scalar("beam_width", 1) != 1:
         raise RequestRefused(
             f"Input tensor beam_width: {int(row.scalar('beam_width', 1))} is not supported by the "
@@ -165,9 +180,7 @@ def _request(
     if streaming and not streaming_allowed:
         raise RequestRefused("Streaming is only supported if model is deployed using decoupled mode.")
     task, weights, config = _lora(row)
-    copies = int(row.scalar("num_return_sequences", 1))
-    if copies < 1:
-        raise RequestRefused(assertion("numReturnSequences > 0", _REQUEST))
+    copies = int(row.ruled(COPIES_RULE, 1))
     return GenerationRequest(
         token_ids=tokens,
         max_new_tokens=max_new,
@@ -190,7 +203,7 @@ def _prompt(row: _Row, vocab_size: int) -> tuple[int, ...]:
     ids = row.array("input_ids")
     length = int(row.scalar("input_lengths", 0 if ids is None else ids.size))
     if ids is None or length < 1 or ids.size == 0:
-        raise RequestRefused(assertion("!mInputTokenIds.empty()", _REQUEST))
+        raise RequestRefused(assertion("!mInputTokenIds.empty()", REQUEST_FILE))
     if length > ids.size:
         raise RequestRefused(f"input_lengths {length} exceeds the {ids.size} tokens of input_ids")
     tokens = tuple(ids.reshape(-1)[:length].tolist())
@@ -214,6 +227,8 @@ def _sampling(row: _Row, vocab_size: int) -> Sampling:
     bias = row.array("embedding_bias")
     if bias is not None and bias.size != vocab_size:
         raise RequestRefused(assertion(f"embedding_bias must have {vocab_size} values, found {bias.size}", _EXECUTOR))
+    for rule in SAMPLING_RULES:
+        row.ruled(rule)
     sampling = Sampling(
         temperature=row.scalar("temperature", 1.0),
         top_k=int(row.scalar("runtime_top_k", 0)),
@@ -230,25 +245,9 @@ def _sampling(row: _Row, vocab_size: int) -> Sampling:
         bad_words=_known(row.words("bad_words_list"), "bad_words_list", vocab_size),
         embedding_bias=None if bias is None else bias.reshape(-1).astype(np.float32),
     )
-    _check_sampling(sampling, vocab_size)
+    if not -1 <= sampling.end_id < vocab_size:
+        raise RequestRefused(outside_vocabulary(sampling.end_id, vocab_size))
     return sampling
-
-
-def _check_sampling(s: Sampling, vocab_size: int) -> None:
-    rules = (
-        (s.temperature >= 0, f"temperature {s.temperature} is below 0"),
-        (s.top_k >= 0, f"runtime_top_k {s.top_k} is below 0"),
-        (0 <= s.top_p <= 1, f"runtime_top_p {s.top_p} is outside of [0, 1]"),
-        (0 < s.top_p_min <= 1, f"runtime_top_p_min {s.top_p_min} is outside of (0, 1]"),
-        (0 < s.top_p_decay <= 1, f"runtime_top_p_decay {s.top_p_decay} is outside of (0, 1]"),
-        (s.repetition_penalty > 0, f"repetition_penalty {s.repetition_penalty} is not above 0"),
-        (np.isfinite([s.presence_penalty, s.frequency_penalty]).all(), "penalties must be finite"),
-        (s.min_tokens >= 0, f"min_tokens {s.min_tokens} is below 0"),
-        (-1 <= s.end_id < vocab_size, f"end_id {s.end_id} is not in the vocabulary of {vocab_size}"),
-    )
-    for holds, text in rules:
-        if not holds:
-            raise RequestRefused(assertion(text, "cpp/tensorrt_llm/executor/samplingConfig.cpp"))
 
 
 def _known(words: Words, name: str, vocab_size: int) -> Words:

@@ -32,6 +32,7 @@ from reference_engine.scheduler import Chunk, plan_step
 from reference_engine.sequence import CANCELLED, Sequence
 from reference_engine.step import build_batch, num_logit_rows
 from trtllm_lora import EngineShape
+from trtllm_lora.request_rules import too_long
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class Engine:
         length = len(request.token_ids)
         problem = None
         if length > limits.max_input_len:
-            problem = f"Prompt length ({length}) exceeds maximum input length ({limits.max_input_len})."
+            problem = too_long(length, limits.max_input_len)
         longest = min(length + request.max_new_tokens, limits.max_seq_len)
         if self._pool.blocks_for(longest) > self._pool.num_blocks:
             capacity = self._pool.num_blocks * self._pool.block_tokens

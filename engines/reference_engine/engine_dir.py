@@ -34,7 +34,6 @@ class EngineDirectory:
     path: Path
     shape: EngineShape
     model: LlamaConfig
-    max_input_len: int
 
     @property
     def weights_file(self) -> Path:
@@ -84,7 +83,7 @@ def build_engine(
         max_seq_len=max_seq_len,
     )
     config = shape.to_engine_config()
-    config["build_config"] |= {"max_input_len": max_seq_len - 1, "max_num_tokens": max(256, max_batch_size)}
+    config["build_config"]["max_num_tokens"] = max(256, max_batch_size)
     if not lora_modules:
         config["build_config"]["plugin_config"]["lora_plugin"] = None
     try:
@@ -112,7 +111,6 @@ def open_engine(path: Path) -> EngineDirectory:
     """
     try:
         shape = EngineShape.from_engine_config(path)
-        build = read_json(path / CONFIG_FILE)["build_config"]
     except ShapeError as error:
         raise EngineDirectoryError(str(error)) from None
     missing = [name for name in (WEIGHTS_FILE, BASE_LINK) if not (path / name).exists()]
@@ -125,7 +123,7 @@ def open_engine(path: Path) -> EngineDirectory:
             f"{path}: built for {shape.tp_size * shape.pp_size} ranks, the reference engine is one"
         )
     model = LlamaConfig.read(path / BASE_LINK, max_seq_len=shape.max_seq_len)
-    return EngineDirectory(path, shape, model, build.get("max_input_len") or shape.max_seq_len - 1)
+    return EngineDirectory(path, shape, model)
 
 
 def _attention_rule(modules: Sequence[str]) -> list[str]:

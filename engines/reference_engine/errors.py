@@ -28,11 +28,6 @@ class RequestRefused(ReferenceEngineError):
     """One request is refused and nothing else is disturbed; all carry TRITONSERVER_ERROR_INTERNAL."""
 
 
-def assertion(text: str, file: str) -> str:
-    """The runtime's `TLLM_CHECK` form of a text; `file` is the runtime's source file."""
-    return f"[TensorRT-LLM][ERROR] Assertion failed: {text} ({file})"
-
-
 def executor_failed(number: int, text: str) -> str:
     """What the Triton backend makes of an executor error (`model_instance_state.cc`); the executor's own number."""
     return f"Executor failed process requestId {number} due to the following error: {text}"

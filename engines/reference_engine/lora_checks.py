@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference_engine.errors import RequestRefused, assertion, fetching
+from reference_engine.errors import RequestRefused, fetching
 from trtllm_lora import MODULE_BY_ID, EngineShape, dims, module_name
+from trtllm_lora.request_rules import assertion
 from trtllm_lora.tensors import STORAGE, Array
 
 _CONSTRUCTOR = "cpp/tensorrt_llm/executor/loraConfig.cpp"

@@ -196,6 +196,7 @@ def shape_of(model: Model, engine: Engine, lora: Lora) -> EngineShape:
         max_lora_rank=lora.max_rank,
         max_batch_size=engine.max_batch_size,
         max_seq_len=engine.max_seq_len,
+        max_input_len=engine.max_input_len or 0,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from trtllm_lora.errors import ShapeError
 from trtllm_lora.modules import LLAMA_MODULES, MODULES
+from trtllm_lora.request_rules import RequestLimits
 
 DTYPES = ("float32", "float16", "bfloat16")
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -46,8 +47,13 @@ class EngineShape:
     max_lora_rank: int
     max_batch_size: int
     max_seq_len: int
+    max_input_len: int = 0
+    """Tokens of a prompt at most; 0: one less than `max_seq_len`."""
+    max_beam_width: int = 1
 
     def __post_init__(self) -> None:
+        if not self.max_input_len:
+            object.__setattr__(self, "max_input_len", self.max_seq_len - 1)
         problems = [
             f"{name} must be a positive whole number, found {value!r:.60}"
             for name, value in (
@@ -74,6 +80,11 @@ class EngineShape:
     def lora_enabled(self) -> bool:
         """Whether the runtime builds a LoRA cache at all (gptJsonConfig.cpp: plugin, modules and rank > 0)."""
         return self.lora_plugin is not None and bool(self.lora_modules) and self.max_lora_rank > 0
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        """What a request may ask of the engine."""
+        return RequestLimits(self.vocab_size, self.max_input_len, self.max_seq_len, self.max_beam_width)
 
     @classmethod
     def from_engine_config(cls, path: Path) -> EngineShape:
@@ -108,6 +119,8 @@ class EngineShape:
             "max_lora_rank": read.whole(lora, "max_lora_rank", 0),
             "max_batch_size": read.whole(build, "max_batch_size", 0) or 1,
             "max_seq_len": read.whole(build, "max_seq_len", 0),
+            "max_input_len": read.whole(build, "max_input_len", 0),
+            "max_beam_width": read.whole(build, "max_beam_width", 0) or 1,
         }
         if read.problems:
             raise ShapeError(
@@ -184,7 +197,8 @@ class EngineShape:
             "build_config": {
                 "max_batch_size": self.max_batch_size,
                 "max_seq_len": self.max_seq_len,
-                "max_beam_width": 1,
+                "max_input_len": self.max_input_len,
+                "max_beam_width": self.max_beam_width,
                 "kv_cache_type": "PAGED",
                 "lora_config": {
                     "lora_dir": [],

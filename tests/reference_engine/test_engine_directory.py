@@ -26,7 +26,7 @@ def test_config_is_the_compiled_engines(tiny_engine: Path, tiny_base: Path) -> N
     assert lora["lora_target_modules"][0] == "attn_q"
     assert config["build_config"]["plugin_config"]["lora_plugin"] == "float32"
     assert (tiny_engine / "base").resolve() == tiny_base.resolve()
-    assert open_engine(tiny_engine).max_input_len == 255
+    assert open_engine(tiny_engine).shape.max_input_len == 255
 
 
 def test_building_again_replaces_the_engine(tiny_base: Path, tmp_path: Path) -> None:
