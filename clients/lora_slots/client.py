@@ -19,7 +19,6 @@ _STATUS = re.compile(r"^\[?StatusCode\.(\w+)\]?\s*")
 _TAG = re.compile(r"^\[([A-Z_]+)\] ")
 """`lora_router` begins its error texts with their code: a stream carries no status of its own (and the header that asks
 Triton 2.51 for one, triton_grpc_error, crashes that server)."""
-_CODES = {"INVALID_ARG": "INVALID_ARGUMENT"}
 _IN_ENSEMBLE = re.compile(r"^in ensemble '[^']*', (\[request id: [^\]]*\] )?")
 SAMPLING: Mapping[str, tuple[str, Any]] = {
     "temperature": ("FP32", np.float32),
@@ -149,4 +148,4 @@ def server_error(error: Exception, url: str) -> ServerError:
     message = _TAG.sub("", message)
     if code == "UNAVAILABLE" and "connect" in message:
         message = f"no server answers at {url}; start one with `make up`, or give --url ({message})"
-    return ServerError(message, code=_CODES.get(code, code))
+    return ServerError(message, code=code)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lora_slots.text import IncrementalDecoder, Tokenizer
 
 Arrays = dict[str, npt.NDArray[Any]]
 MAX_STREAMS = 4096
-"""Decoders kept for running request ids; a request whose end was never seen is forgotten after that many others."""
+"""Streams kept; one whose end was never seen (the engine failed) is forgotten after that many others."""
 _TRUE = {"true", "1", "yes", "t"}
 
 
@@ -81,13 +82,29 @@ class PromptEncoder:
         return bias
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one response."""
+
+    texts: list[str]
+    """One per beam."""
+    final: bool
+    """The stream is over."""
+    num_tokens: int
+    """Tokens of the stream so far, of the first beam."""
+
+
 class StreamDecoders:
-    """postprocessing: ids -> text. Streams with a request id keep a decoder between their responses."""
+    """postprocessing: ids -> text, with a decoder for each stream that runs.
+
+    A stream is known by the engine's own `arrival_time_ns`, not by the client's request id, which need not be there
+    and need not be one of a kind; the sequences of one request (`num_return_sequences`) are streams of their own.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._streams: OrderedDict[tuple[str, int], tuple[IncrementalDecoder, int]] = OrderedDict()
+        self._streams: OrderedDict[tuple[int, int], _Stream] = OrderedDict()
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> StreamDecoders:
@@ -95,38 +112,47 @@ class StreamDecoders:
         skip = parameters.get("skip_special_tokens", "true").strip().lower() in _TRUE
         return cls(Tokenizer(Path(parameters["tokenizer_dir"])), skip_special_tokens=skip)
 
-    def decode(
-        self, request_id: str, tokens: npt.NDArray[Any], lengths: npt.NDArray[Any], *, final: bool
-    ) -> tuple[list[str], int]:
-        """Texts of one response, one per sequence, and how many tokens the request has had so far.
+    def decode(self, given: Mapping[str, npt.NDArray[Any]]) -> Piece:
+        """One response's text; a character that is not whole yet waits for the next response.
 
         Args:
-            request_id: empty when the client gave none: the response is then decoded alone, and a character
-                that is split over two responses comes out as U+FFFD.
-            tokens: [1, sequences, n] int32.
-            lengths: [1, sequences] int32, tokens that count.
-            final: the last response of the request.
+            given: TOKENS_BATCH [1, beams, n] int32; SEQUENCE_LENGTH [1, beams] int32, tokens that count; and, [1, 1],
+                ARRIVAL_TIME, LAST_TOKEN_TIME (nanoseconds, 0 until the stream is over) and SEQUENCE_INDEX. Without
+                an arrival time the response is a whole answer.
         """
-        texts, count = [], 0
-        counts = lengths.reshape(-1)
-        for i, ids in enumerate(tokens.reshape(len(counts), -1)):
-            piece = ids[: max(0, int(counts[i]))].tolist()
-            if not request_id or not self._skip_special_tokens:
-                texts.append(self._tokenizer.decode(piece, skip_special_tokens=self._skip_special_tokens))
-                count += len(piece)
-                continue
-            key = (request_id, i)
-            decoder, before = self._streams.get(key) or (self._tokenizer.incremental_decoder(), 0)
-            texts.append(decoder.push(piece) + (decoder.flush() if final else ""))
-            count += before + len(piece)
-            if final:
-                self._streams.pop(key, None)
-            else:
-                self._streams[key] = (decoder, before + len(piece))
-                self._streams.move_to_end(key)
-        while len(self._streams) > MAX_STREAMS:
-            self._streams.popitem(last=False)
-        return texts, count
+        counts = given["SEQUENCE_LENGTH"].reshape(-1)
+        tokens = given["TOKENS_BATCH"].reshape(len(counts), -1)
+        pieces = [ids[: max(0, int(count))].tolist() for ids, count in zip(tokens, counts, strict=True)]
+        arrival, final = _scalar(given.get("ARRIVAL_TIME"), 0), _scalar(given.get("LAST_TOKEN_TIME"), 0) != 0
+        key = (arrival, _scalar(given.get("SEQUENCE_INDEX"), 0))
+        stream = self._streams.get(key) if arrival else None
+        if stream is None:
+            stream = _Stream([self._decoder() for _ in pieces])
+        stream.num_tokens += len(pieces[0]) if pieces else 0
+        over = final or not arrival
+        texts = [
+            decoder.push(ids) + (decoder.flush() if over else "")
+            for decoder, ids in zip(stream.decoders, pieces, strict=True)
+        ]
+        if over:
+            self._streams.pop(key, None)
+        else:
+            self._streams[key] = stream
+            self._streams.move_to_end(key)
+            if len(self._streams) > MAX_STREAMS:
+                self._streams.popitem(last=False)
+        return Piece(texts, final, stream.num_tokens)
+
+    def _decoder(self) -> IncrementalDecoder:
+        return self._tokenizer.incremental_decoder(skip_special_tokens=self._skip_special_tokens)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A running stream."""
+
+    decoders: list[IncrementalDecoder]
+    num_tokens: int = 0
 
 
 def _texts(array: npt.NDArray[Any], name: str) -> list[str]:

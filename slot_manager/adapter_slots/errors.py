@@ -4,9 +4,9 @@ Triton's Python backend can send only a few codes; `grpc_code` names one of them
 
 SlotError
 ├── UnknownAdapter       NOT_FOUND 404            no adapter of that name; near names given
-├── AdapterRejected      INVALID_ARG 422  the bundle does not fit this engine, or weights came by hand
+├── AdapterRejected      INVALID_ARGUMENT 422  the bundle does not fit this engine, or weights came by hand
 ├── LeaseRunning         ALREADY_EXISTS 409       a request of that id is still running
-├── BadRequest           INVALID_ARG 400     the request contradicts itself
+├── BadRequest           INVALID_ARGUMENT 400     the request contradicts itself
 ├── NoRoom               UNAVAILABLE 429   no slot within the deadline, or none could ever be
 ├── AdapterCold          UNAVAILABLE 503          it is not in a slot, and the request does not wait
 ├── AdapterFailed        UNAVAILABLE 503          its last move failed; the reason is kept, back-off runs
@@ -74,13 +74,13 @@ class UnknownAdapter(SlotError):
 class AdapterRejected(SlotError):
     """The bundle does not fit this engine."""
 
-    grpc_code, http_status = "INVALID_ARG", 422
+    grpc_code, http_status = "INVALID_ARGUMENT", 422
 
 
 class BadRequest(SlotError):
     """The request contradicts itself or uses what this door does not offer."""
 
-    grpc_code, http_status = "INVALID_ARG", 400
+    grpc_code, http_status = "INVALID_ARGUMENT", 400
 
 
 class LeaseRunning(SlotError):

@@ -126,7 +126,7 @@ class SlotMachine(Membership):
     def _acquired(self, event: Acquired, now: float) -> None:
         adapter = self._adapter(event.adapter)
         if event.lease in self.leases:
-            raise EventRefused(f"lease {event.lease} is still running: give every request an id of its own")
+            raise EventRefused(f"{event.lease} is still running: give every request an id of its own")
         refusal = self._refusal(adapter, event, now)
         if refusal is not None:
             self._effects.append(refusal)

@@ -69,6 +69,8 @@ class Owner:
 
     granted: Callable[[Grant], None]
     refused: Callable[[SlotError], None]
+    reaped: Callable[[], None] = lambda: None
+    """The lease outlived its deadline, after it was granted."""
 
 
 class SlotManager:
@@ -201,7 +203,7 @@ class SlotManager:
     # --- events
 
     def _post(self, event: Event, owner: tuple[str, Owner] | None = None) -> None:
-        told: list[tuple[Owner, Grant | Refuse]] = []
+        told: list[tuple[Owner, Grant | Refuse | Reap]] = []
         with self._lock:
             if self._closing:
                 raise Draining("the slot manager is stopping")
@@ -220,10 +222,12 @@ class SlotManager:
         for someone, effect in told:
             if isinstance(effect, Grant):
                 someone.granted(effect)
+            elif isinstance(effect, Reap):
+                someone.reaped()
             else:
                 someone.refused(refused_lease(effect, self._machine.adapters.get(effect.adapter)))
 
-    def _carry_out(self, effect: Effect, told: list[tuple[Owner, Grant | Refuse]]) -> None:
+    def _carry_out(self, effect: Effect, told: list[tuple[Owner, Grant | Refuse | Reap]]) -> None:
         match effect:
             case Grant(lease=lease):
                 told.append((self._owners[lease], effect))
@@ -233,7 +237,7 @@ class SlotManager:
                 told.append((self._owners.pop(lease), effect))
                 self._log(log.warning, "refused", effect.adapter, lease=lease, why=effect.why)
             case Reap(lease=lease, adapter=adapter):
-                self._owners.pop(lease, None)
+                told.append((self._owners.pop(lease), effect))
                 self._log(log.warning, "lease reaped", adapter, lease=lease)
             case Promote(adapter=adapter, tier=tier):
                 self._spawn(self._promote(adapter, tier))

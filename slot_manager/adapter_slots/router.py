@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adapter_slots.errors import AdapterCold, BadRequest, SlotError
 from adapter_slots.events import Grant
 from adapter_slots.manager import Owner, SlotManager
+from adapter_slots.operations import OPERATIONS, Arguments
 from adapter_slots.ports import Clock
+from trtllm_lora.request_rules import RequestLimits, problems
 
 FIRST_TOKEN_S = 30.0
 """Added to every lease's deadline: queueing and prefill."""
-MAX_HELD_TOKENS = 8192
-"""Tokens a lease is held for at most: max_tokens is the client's word, and an absurd one would hold a slot for ever."""
 ANONYMOUS_MARGIN_S = 2.0
 GUESSED_TOKEN_S = 0.1
-
-OPERATIONS = ("status", "explain", "lease", "end", "missed", "verify", "warm", "pin", "unpin", "evict", "drain")
+COLD = ("wait", "fail", "base")
 _OTHER_NAMES = ("lora", "lora_name", "lora_path", "lora_adapter", "adapter_name", "adapter_id", "model_id")
 """What other servers call the choice of an adapter."""
 Reply = Callable[[Mapping[str, Any]], None]
@@ -41,29 +40,51 @@ class Incoming(Protocol):
     adapter: str | None
     task_id: int | None
     has_weights: bool
-    max_tokens: int
     parameters: Mapping[str, Any]
     """Triton's request parameters. HTTP's generate makes one of every field that is no input: of a misspelt one too."""
 
-    def forward(self, task_id: int | None, *, report_end: bool) -> None:
+    def numbers(self) -> Mapping[str, float]:
+        """The engine's input tensors of one number: name -> number."""
+
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+
+    def forward(self, task_id: int | None) -> None:
         """Send the request on, under a task id or (None) to the base model."""
 
     def fail(self, error: SlotError) -> None:
         """Answer the request with an error."""
 
 
+@dataclass(slots=True)
+class _Running:
+    """A lease whose end will be reported."""
+
+    granted_at: float
+    open_sequences: int
+    """Answers that have not ended; the lease ends with the last."""
+
+
 class Router:
     """Routes requests through one slot manager. Thread-safe as the manager is."""
 
     def __init__(
-        self, manager: SlotManager, *, wait_s: float, cold: str = "wait", clock: Clock = time.monotonic
+        self,
+        manager: SlotManager,
+        limits: RequestLimits,
+        *,
+        wait_s: float,
+        cold: str = "wait",
+        clock: Clock = time.monotonic,
     ) -> None:
+        """`limits` are the engine's; a request waits `wait_s` for its adapter, or by `cold` does not wait."""
         self._manager = manager
+        self._limits = limits
         self._wait_s = wait_s
         self._cold = cold
         self._clock = clock
         self._token_s = GUESSED_TOKEN_S
-        self._granted_at: dict[str, float] = {}
+        self._running: dict[str, _Running] = {}
         self._numbers = itertools.count(1)
 
     def route(self, incoming: Incoming) -> None:
@@ -71,16 +92,27 @@ class Router:
         try:
             name = self._adapter_of(incoming)
             if name is None:
-                incoming.forward(None, report_end=False)
+                incoming.forward(None)
                 return
-            lease = incoming.request_id or f"anonymous-{next(self._numbers)}"
-            owner = Owner(lambda grant: self._granted(incoming, grant), incoming.fail)
+            numbers, prompt_len = incoming.numbers(), incoming.prompt_len()
+            if found := problems(numbers, prompt_len, self._limits):
+                # the engine would say the same, but an engine's error ends no lease: postprocessing never hears of it
+                raise BadRequest("; ".join(found))
+            new_tokens = self._limits.new_tokens(prompt_len, int(numbers.get("request_output_len", 0)))
+            sequences = int(numbers.get("num_return_sequences", 1))
+            lease = _client_lease(incoming.request_id) if incoming.request_id else f"anonymous:{next(self._numbers)}"
+
+            def granted(grant: Grant) -> None:
+                if incoming.request_id:
+                    self._running[lease] = _Running(self._clock(), sequences)
+                incoming.forward(grant.task_id)
+
             self._manager.acquire(
                 name,
                 lease,
-                owner,
+                Owner(granted, incoming.fail, lambda: self._forget(lease)),
                 wait_s=self._wait_s,
-                hold_s=self._hold_s(incoming.max_tokens, reported=bool(incoming.request_id)),
+                hold_s=self._hold_s(new_tokens, reported=bool(incoming.request_id)),
                 waits=self._waits(str(incoming.parameters.get("cold", ""))),
             )
         except SlotError as error:
@@ -92,43 +124,56 @@ class Router:
         `gone` says whether the caller has left meanwhile: a lease is not given to nobody.
         """
         try:
-            values = _arguments(arguments)
+            values = Arguments(arguments)
             match op:
                 case "status":
                     reply(self._manager.status())
                 case "explain":
-                    reply(self._manager.explain(_text(values, "adapter")))
+                    reply(self._manager.explain(values.text("adapter")))
                 case "lease":
                     self._lease(values, reply, fail, gone)
                 case "end":
-                    reply({"ended": self.end(_text(values, "request_id"), int(values.get("tokens", 0)))})
+                    reply({"ended": self.end(values.text("request_id"), values.count("tokens", 0))})
                 case "verify":
                     self._manager.verify()
                     reply({"op": op})
                 case "missed":
-                    self._manager.missed(_text(values, "adapter"))
+                    self._manager.missed(values.text("adapter"))
                     reply({"op": op})
                 case "warm":
-                    self._warm(_text(values, "adapter"), reply, fail)
+                    self._warm(values.text("adapter"), reply, fail)
                 case "pin" | "unpin" | "evict":
-                    adapter = _text(values, "adapter")
+                    adapter = values.text("adapter")
                     getattr(self._manager, op)(adapter)
                     reply({"op": op, "adapter": adapter})
                 case "drain":
-                    self._manager.drain(bool(values.get("on", True)))
-                    reply({"op": op, "on": bool(values.get("on", True))})
+                    on = values.flag("on", True)
+                    self._manager.drain(on)
+                    reply({"op": op, "on": on})
                 case _:
                     raise BadRequest(f"no operation {op[:40]!r}; there are {', '.join(OPERATIONS)}")
         except SlotError as error:
             fail(error)
 
     def end(self, request_id: str, tokens: int) -> bool:
-        """The final response of a request was seen; False if it held no lease (any more)."""
-        granted_at = self._granted_at.pop(request_id, None)
-        if granted_at is not None and tokens > 0:
-            seconds = (self._clock() - granted_at) / tokens
-            self._token_s += 0.2 * (seconds - self._token_s)
-        return self._manager.release(request_id)
+        """One answer of a request has ended, with `tokens` tokens; the last one ends the lease.
+
+        False if the request held no lease (any more).
+        """
+        lease = _client_lease(request_id)
+        running = self._running.get(lease)
+        if running is not None:
+            if tokens > 0:
+                seconds = (self._clock() - running.granted_at) / tokens
+                self._token_s += 0.2 * (seconds - self._token_s)
+            running.open_sequences -= 1
+            if running.open_sequences > 0:
+                return True
+        self._forget(lease)
+        return self._manager.release(lease)
+
+    def _forget(self, lease: str) -> None:
+        self._running.pop(lease, None)
 
     def _adapter_of(self, incoming: Incoming) -> str | None:
         if incoming.has_weights:
@@ -147,13 +192,8 @@ class Router:
             return self._manager.name_of_task(incoming.task_id)
         return incoming.adapter
 
-    def _granted(self, incoming: Incoming, grant: Grant) -> None:
-        if incoming.request_id:
-            self._granted_at[incoming.request_id] = self._clock()
-        incoming.forward(grant.task_id, report_end=bool(incoming.request_id))
-
-    def _hold_s(self, max_tokens: int, *, reported: bool) -> float:
-        generation_s = max(0, min(max_tokens, MAX_HELD_TOKENS)) * self._token_s
+    def _hold_s(self, new_tokens: int, *, reported: bool) -> float:
+        generation_s = new_tokens * self._token_s
         if reported:
             return FIRST_TOKEN_S + 4 * generation_s
         # nobody will report the end: hold about as long as the answer takes
@@ -165,17 +205,18 @@ class Router:
             raise BadRequest(f"cold policy {policy[:20]!r}: an ensemble's request can 'wait' or 'fail'")
         return policy == "wait"
 
-    def _lease(self, values: Mapping[str, Any], reply: Reply, fail: Fail, gone: Gone) -> None:
+    def _lease(self, values: Arguments, reply: Reply, fail: Fail, gone: Gone) -> None:
         """The direct door: a lease for a client that talks to `tensorrt_llm` itself and reports the end by `end`."""
-        adapter, lease, cold = _text(values, "adapter"), _text(values, "request_id"), values.get("cold", self._cold)
-        if cold not in ("wait", "fail", "base"):
-            raise BadRequest(f"cold policy {str(cold)[:20]!r}: there are wait, fail, base")
+        adapter, lease = values.text("adapter"), _client_lease(values.text("request_id"))
+        cold = values.choice("cold", COLD, self._cold)
+        wait_s = values.number("wait_s", self._wait_s)
+        new_tokens = self._limits.new_tokens(0, values.count("max_tokens", 0))
 
         def granted(grant: Grant) -> None:
             if gone():
                 self._manager.release(lease)
                 return
-            self._granted_at[lease] = self._clock()
+            self._running[lease] = _Running(self._clock(), 1)
             found = {"found_in": grant.found_in.name, "waited_s": grant.waited_s}
             reply({"task_id": grant.task_id, "digest": grant.adapter, "base": False, **found})
 
@@ -188,14 +229,14 @@ class Router:
         self._manager.acquire(
             adapter,
             lease,
-            Owner(granted, refused),
-            wait_s=float(values.get("wait_s", self._wait_s)),
-            hold_s=self._hold_s(int(values.get("max_tokens", 0)), reported=True),
+            Owner(granted, refused, lambda: self._forget(lease)),
+            wait_s=wait_s,
+            hold_s=self._hold_s(new_tokens, reported=True),
             waits=cold == "wait",
         )
 
     def _warm(self, adapter: str, reply: Reply, fail: Fail) -> None:
-        lease = f"warm-{next(self._numbers)}"
+        lease = f"warm:{next(self._numbers)}"
 
         def granted(grant: Grant) -> None:
             self._manager.release(lease)
@@ -204,24 +245,12 @@ class Router:
         self._manager.acquire(adapter, lease, Owner(granted, fail), wait_s=self._wait_s, hold_s=self._wait_s)
 
 
+def _client_lease(request_id: str) -> str:
+    """The lease of a client's request; no id a client chooses can name a lease of the router's own."""
+    return f"request:{request_id}"
+
+
 def _means_adapter(field: str) -> bool:
     """Whether an unknown field was most likely meant to choose an adapter: the base must not answer it."""
     plain = field.lower().replace("-", "_")
     return plain in _OTHER_NAMES or bool(difflib.get_close_matches(plain, ("adapter",), n=1, cutoff=0.7))
-
-
-def _arguments(text: str) -> Mapping[str, Any]:
-    try:
-        values = json.loads(text or "{}")
-    except ValueError as error:
-        raise BadRequest(f"op_args is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise BadRequest("op_args must be a JSON object")
-    return values
-
-
-def _text(values: Mapping[str, Any], key: str) -> str:
-    value = values.get(key)
-    if not isinstance(value, str) or not value:
-        raise BadRequest(f"op_args needs {key!r}")
-    return value

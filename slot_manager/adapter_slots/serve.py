@@ -44,7 +44,8 @@ def open_service(
         SettingsError, RegistryError, TierError: with every reason; nothing is left running.
     """
     settings = Settings.parse(parameters)
-    geometry = settings.geometry()
+    shape = settings.shape()
+    geometry = settings.geometry(shape)
     registry = Registry(Path(settings.registry))
     machine = SlotMachine(settings.machine(geometry, registry.pools), POLICIES[settings.policy]())
     disk = DiskTier(
@@ -62,4 +63,4 @@ def open_service(
     state_file = Path(settings.state_file) if settings.state_file else None
     manager = SlotManager(machine, registry, mover, metrics=metrics, state_file=state_file)
     manager.start()
-    return Service(Router(manager, wait_s=settings.wait_s, cold=settings.cold), manager)
+    return Service(Router(manager, shape.request_limits, wait_s=settings.wait_s, cold=settings.cold), manager)

@@ -90,10 +90,16 @@ class Settings(Timing):
             raise SettingsError("lora_router parameters: " + "; ".join(problems))
         return cls(**values)  # type: ignore[arg-type]
 
-    def geometry(self) -> CacheGeometry:
+    def shape(self) -> EngineShape:
+        """The engine, from its `config.json`. Raises SettingsError."""
+        try:
+            return EngineShape.from_engine_config(Path(self.engine_dir))
+        except ContractError as error:
+            raise SettingsError(f"lora_router: {error}") from None
+
+    def geometry(self, shape: EngineShape) -> CacheGeometry:
         """Page layout of the engine's LoRA cache. Raises SettingsError."""
         try:
-            shape = EngineShape.from_engine_config(Path(self.engine_dir))
             return CacheGeometry.of(
                 shape,
                 optimal_rank=self.lora_cache_optimal_adapter_size,

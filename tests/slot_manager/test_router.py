@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,17 +15,20 @@ from fakes.bundles import SHAPE, small_bundle
 from fakes.engine import MemoryEngine
 
 from adapter_slots.disk import DiskTier
-from adapter_slots.errors import SlotError
+from adapter_slots.errors import BadRequest, SlotError
 from adapter_slots.machine import SlotMachine
 from adapter_slots.manager import SlotManager
 from adapter_slots.mover import Limits, Mover
+from adapter_slots.operations import OPERATIONS
 from adapter_slots.records import MachineConfig
 from adapter_slots.registry import FILE_NAME, Registry, publish
-from adapter_slots.router import OPERATIONS, Router
+from adapter_slots.router import FIRST_TOKEN_S, GUESSED_TOKEN_S, Router
 from adapter_slots.store import Stores
 from trtllm_lora import CacheGeometry
+from trtllm_lora.request_rules import RequestLimits
 
 SOON = 20.0
+LIMITS = RequestLimits(vocab_size=100, max_input_len=31, max_seq_len=32)
 
 
 @dataclass
@@ -35,17 +39,37 @@ class Request:
     adapter: str | None = None
     task_id: int | None = None
     has_weights: bool = False
-    max_tokens: int = 4
+    asks: Mapping[str, float] = field(default_factory=dict)
+    prompt: int = 3
     parameters: Mapping[str, Any] = field(default_factory=dict)
     told: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
 
-    def forward(self, task_id: int | None, *, report_end: bool) -> None:
+    def numbers(self) -> Mapping[str, float]:
+        """What it asks of the engine."""
+        return {"request_output_len": 4, **self.asks}
+
+    def prompt_len(self) -> int:
+        """Tokens."""
+        return self.prompt
+
+    def forward(self, task_id: int | None) -> None:
         """Went on."""
-        self.told.put((task_id, report_end))
+        self.told.put(task_id)
 
     def fail(self, error: SlotError) -> None:
         """Was refused."""
         self.told.put(error)
+
+
+@dataclass
+class Clock:
+    """The real time, and what a test lets pass besides."""
+
+    passed_s: float = 0.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return time.monotonic() + self.passed_s
 
 
 @dataclass
@@ -55,6 +79,7 @@ class Desk:
     router: Router
     manager: SlotManager
     task_id: int
+    clock: Clock
 
     def route(self, request: Request) -> Any:
         """What became of a request."""
@@ -75,9 +100,10 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     publish(tmp_path / FILE_NAME, bundle)
     machine = SlotMachine(MachineConfig(num_slots=2, cache_pages=8, host_bytes=2**20, tick_s=0.02))
     mover = Mover(DiskTier(CacheGeometry.of(SHAPE)), MemoryEngine(), Stores(), Limits())
-    manager = SlotManager(machine, Registry(tmp_path / FILE_NAME), mover)
+    clock = Clock()
+    manager = SlotManager(machine, Registry(tmp_path / FILE_NAME), mover, clock=clock)
     manager.start()
-    yield Desk(Router(manager, wait_s=SOON), manager, bundle.task_id)
+    yield Desk(Router(manager, LIMITS, wait_s=SOON, clock=clock), manager, bundle.task_id, clock)
     manager.close()
 
 
@@ -87,15 +113,16 @@ def leases(desk: Desk) -> int:
 
 
 def test_a_request_without_an_adapter_goes_to_the_base(desk: Desk) -> None:
-    """No task id, nothing to report."""
-    assert desk.route(Request()) == (None, False)
+    """No task id, and no lease that an engine's error could leave behind."""
+    assert desk.route(Request()) is None
+    assert desk.route(Request(asks={"temperature": -1})) is None, "the engine says what it thinks of it"
 
 
 def test_a_name_or_a_known_task_id_gets_the_task_id(desk: Desk) -> None:
     """With a request id its end is to be reported, without one a deadline ends the lease."""
-    assert desk.route(Request("one", adapter="ant")) == (desk.task_id, True)
-    assert desk.route(Request("", adapter="ant")) == (desk.task_id, False)
-    assert desk.route(Request("two", task_id=desk.task_id)) == (desk.task_id, True)
+    assert desk.route(Request("one", adapter="ant")) == desk.task_id
+    assert desk.route(Request("", adapter="ant")) == desk.task_id
+    assert desk.route(Request("two", task_id=desk.task_id)) == desk.task_id
     assert leases(desk) == 3
     assert desk.router.end("one", tokens=4)
     assert not desk.router.end("one", tokens=4), "reported twice: no harm"
@@ -106,14 +133,25 @@ def test_a_name_or_a_known_task_id_gets_the_task_id(desk: Desk) -> None:
     ("request_", "code", "words"),
     [
         (Request(adapter="bee"), "NOT_FOUND", "no adapter 'bee'"),
-        (Request(adapter=""), "INVALID_ARG", "leave it out to ask the base model"),
-        (Request(parameters={"adaptor": "ant"}), "INVALID_ARG", "no input 'adaptor'; did you mean 'adapter'?"),
-        (Request(parameters={"lora_name": "ant"}), "INVALID_ARG", "did you mean 'adapter'?"),
+        (Request(adapter=""), "INVALID_ARGUMENT", "leave it out to ask the base model"),
+        (Request(parameters={"adaptor": "ant"}), "INVALID_ARGUMENT", "no input 'adaptor'; did you mean 'adapter'?"),
+        (Request(parameters={"lora_name": "ant"}), "INVALID_ARGUMENT", "did you mean 'adapter'?"),
         (Request(task_id=0), "NOT_FOUND", "no adapter has task id 0"),
-        (Request(adapter="ant", task_id=1), "INVALID_ARG", "not both"),
-        (Request(adapter="ant", has_weights=True), "INVALID_ARG", "publish the adapter"),
-        (Request(adapter="ant", parameters={"cold": "base"}), "INVALID_ARG", "can 'wait' or 'fail'"),
+        (Request(adapter="ant", task_id=1), "INVALID_ARGUMENT", "not both"),
+        (Request(adapter="ant", has_weights=True), "INVALID_ARGUMENT", "publish the adapter"),
+        (Request(adapter="ant", parameters={"cold": "base"}), "INVALID_ARGUMENT", "can 'wait' or 'fail'"),
         (Request(adapter="ant", parameters={"cold": "fail"}), "UNAVAILABLE", "ready in about"),
+        (Request(adapter="ant", prompt=32), "INVALID_ARGUMENT", "Prompt length (32) exceeds maximum input length (31)"),
+        (Request(adapter="ant", asks={"request_output_len": 0}), "INVALID_ARGUMENT", "mMaxNewTokens > 0"),
+        (Request(adapter="ant", asks={"num_return_sequences": 0}), "INVALID_ARGUMENT", "numReturnSequences > 0"),
+        (Request(adapter="ant", asks={"beam_width": 2}), "INVALID_ARGUMENT", "beam_width 2 is outside of [1, 1]"),
+        (Request(adapter="ant", asks={"runtime_top_p": 1.5}), "INVALID_ARGUMENT", "runtime_top_p 1.5 is outside"),
+        (
+            Request(adapter="ant", asks={"end_id": 100}),
+            "INVALID_ARGUMENT",
+            "end_id 100 is not in the vocabulary of 100",
+        ),
+        (Request(adapter="ant", asks={"runtime_top_k": -1, "min_tokens": -2}), "INVALID_ARGUMENT", "min_tokens -2"),
     ],
 )
 def test_what_is_refused_and_how(desk: Desk, request_: Request, code: str, words: str) -> None:
@@ -123,6 +161,59 @@ def test_what_is_refused_and_how(desk: Desk, request_: Request, code: str, words
     assert error.grpc_code == code
     assert words in str(error)
     assert error.wire_text.startswith(f"[{code}] ")
+    assert leases(desk) == 0
+
+
+def test_a_request_of_several_answers_ends_with_the_last(desk: Desk) -> None:
+    """num_return_sequences: each answer's end is reported, in any order."""
+    assert desk.route(Request("many", adapter="ant", asks={"num_return_sequences": 3})) == desk.task_id
+    for still_running in (1, 1, 0):
+        assert desk.router.end("many", tokens=4)
+        assert leases(desk) == still_running
+
+
+def test_an_id_that_runs_cannot_be_used_again_until_its_end_or_its_deadline(desk: Desk) -> None:
+    """Held no longer than the longest answer could take, whatever max_tokens says."""
+    assert desk.route(Request("again", adapter="ant", asks={"request_output_len": 2**31 - 1})) == desk.task_id
+    error = desk.route(Request("again", adapter="ant"))
+    assert (error.grpc_code, str(error)[:32]) == ("ALREADY_EXISTS", "request:again is still running: ")
+    desk.clock.passed_s += FIRST_TOKEN_S + 4 * LIMITS.max_seq_len * GUESSED_TOKEN_S
+    until = time.monotonic() + SOON
+    while leases(desk) and time.monotonic() < until:  # the next tick reaps it
+        time.sleep(0.01)
+    assert desk.route(Request("again", adapter="ant")) == desk.task_id
+
+
+def test_no_client_can_take_the_name_of_a_lease_of_the_routers_own(desk: Desk) -> None:
+    """`warm` and requests without an id have leases that no request id collides with."""
+    for own in ("warm:1", "anonymous:1", "warm-1", "anonymous-1"):
+        assert desk.route(Request(own, adapter="ant")) == desk.task_id
+    assert desk.operate("warm", adapter="ant")["adapter"] == "ant"
+    assert desk.route(Request("", adapter="ant")) == desk.task_id
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "words"),
+    [
+        ("lease", {"max_tokens": "x"}, "'max_tokens' is a number, 0 or more, found 'x'"),
+        ("lease", {"max_tokens": 1.5}, "'max_tokens' is a whole number, found 1.5"),
+        ("lease", {"wait_s": "x"}, "'wait_s' is a number"),
+        ("lease", {"wait_s": -1}, "'wait_s' is a number, 0 or more, found -1"),
+        ("lease", {"wait_s": float("nan")}, "'wait_s' is a number"),
+        ("lease", {"wait_s": 10**400}, "'wait_s' is a number"),
+        ("lease", {"cold": "maybe"}, "'cold' is one of wait, fail, base, found 'maybe'"),
+        ("end", {"tokens": "q"}, "'tokens' is a number"),
+        ("end", {"tokens": True}, "'tokens' is a number"),
+        ("drain", {"on": "false"}, "'on' is true or false, found 'false'"),
+        ("warm", {"adapter": 3}, "op_args needs 'adapter', a text, found 3"),
+    ],
+)
+def test_operations_say_which_argument_is_wrong(desk: Desk, op: str, arguments: dict[str, Any], words: str) -> None:
+    """Nothing is guessed: `"on": "false"` drained once."""
+    error = desk.operate(op, **{"adapter": "ant", "request_id": "r", **arguments})
+    assert isinstance(error, BadRequest)
+    assert words in str(error)
+    assert not desk.manager.status()["draining"]
 
 
 def test_the_direct_door_gives_a_lease_and_takes_it_back(desk: Desk) -> None:
@@ -159,6 +250,6 @@ def test_junk_arguments_are_told_what_is_wrong(desk: Desk, arguments: str) -> No
         answer = told.get(timeout=SOON)
         assert isinstance(answer, SlotError | dict)
         if isinstance(answer, SlotError):
-            assert answer.grpc_code in ("INVALID_ARG", "NOT_FOUND")
+            assert answer.grpc_code in ("INVALID_ARGUMENT", "NOT_FOUND")
         if op == "drain" and isinstance(answer, dict):
             desk.manager.drain(False)

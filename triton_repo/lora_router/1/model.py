@@ -7,10 +7,13 @@ import triton_python_backend_utils as pb_utils
 
 from adapter_slots.metrics import FAMILIES
 from lora_slots.serving import open_service
+from trtllm_lora.request_rules import RULED
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 OWN_INPUTS = ("adapter", "op", "op_args")
 TRUE = np.ones((1, 1), np.bool_)
+CODES = {"INVALID_ARGUMENT": "INVALID_ARG"}
+"""gRPC's names where Triton's Python backend has another."""
 
 
 class TritonPythonModel:
@@ -51,19 +54,35 @@ class TritonRequest:
         self.task_id = None if task_id is None else int(task_id.as_numpy().reshape(-1)[0])
         self.has_weights = "lora_weights" in self.tensors or "lora_config" in self.tensors
         self.parameters = json.loads(request.parameters() or "{}")
-        length = self.tensors.get("request_output_len")
-        self.max_tokens = 0 if length is None else int(length.as_numpy().reshape(-1)[0])
+
+    def numbers(self):
+        """The engine inputs of one number that have a rule."""
+        found = {name: self.tensors[name].as_numpy().reshape(-1) for name in RULED if name in self.tensors}
+        return {name: array[0].item() for name, array in found.items() if array.size == 1}
+
+    def prompt_len(self):
+        """Tokens of the prompt."""
+        given = self.tensors.get("input_lengths") or self.tensors["input_ids"]
+        return int(given.as_numpy().reshape(-1)[0]) if given.name() == "input_lengths" else given.as_numpy().size
+
+    def streams(self):
+        """Whether the answer comes in pieces."""
+        streaming = self.tensors.get("streaming")
+        return streaming is not None and bool(streaming.as_numpy().any())
 
     def take_text(self, name):
         """Take a STRING input out of the request; None if it is absent."""
         tensor = self.tensors.pop(name, None)
         return None if tensor is None else tensor.as_numpy().reshape(-1)[0].decode("utf-8", "replace")
 
-    def forward(self, task_id, *, report_end):
-        """Give every engine input on, plus the task id; absent ones stay absent."""
+    def forward(self, task_id):
+        """Give every engine input on, plus the task id; absent ones stay absent.
+
+        The performance counters tell postprocessing which stream a piece belongs to, and which one is the last.
+        """
         if task_id is not None:
             self.tensors["lora_task_id"] = pb_utils.Tensor("lora_task_id", np.full((1, 1), task_id, np.uint64))
-        if report_end:
+        if task_id is not None or self.streams():
             self.tensors["return_perf_metrics"] = pb_utils.Tensor("return_perf_metrics", TRUE)
         self.sender.send(pb_utils.InferenceResponse(list(self.tensors.values())), flags=FINAL)
 
@@ -74,7 +93,7 @@ class TritonRequest:
 
     def fail(self, error):
         """Answer with an error: the first and final response, so that no caller waits for more."""
-        code = getattr(pb_utils.TritonError, error.grpc_code)
+        code = getattr(pb_utils.TritonError, CODES.get(error.grpc_code, error.grpc_code))
         self.sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError(error.wire_text, code)), flags=FINAL)
 
 

@@ -11,7 +11,7 @@ from lora_slots.steps import StreamDecoders
 
 
 class TritonPythonModel:
-    """Keeps one incremental decoder per running request id."""
+    """Keeps one incremental decoder per running stream."""
 
     def initialize(self, args):
         """Open the tokenizer named by `tokenizer_dir`."""
@@ -27,18 +27,11 @@ class TritonPythonModel:
 
     def answer(self, request):
         """One response's text; queues the end report if it was the last."""
-        tokens, lengths, last = (
-            None if tensor is None else tensor.as_numpy()
-            for tensor in (
-                pb_utils.get_input_tensor_by_name(request, name)
-                for name in ("TOKENS_BATCH", "SEQUENCE_LENGTH", "LAST_TOKEN_TIME")
-            )
-        )
-        final = last is not None and bool(last.any())
-        texts, count = self.decoders.decode(request.request_id(), tokens, lengths, final=final)
-        if final and request.request_id():
-            self.ended.put((request.request_id(), count))
-        text = np.array([[text.encode() for text in texts]], dtype=np.object_)
+        given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        piece = self.decoders.decode(given)
+        if piece.final and request.request_id():
+            self.ended.put((request.request_id(), piece.num_tokens))
+        text = np.array([[text.encode() for text in piece.texts]], dtype=np.object_)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", text)])
 
     def report(self):

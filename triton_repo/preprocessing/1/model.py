@@ -25,5 +25,6 @@ class TritonPythonModel:
             given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             made = self.encoder.encode_request(given)
         except ValueError as error:
-            return pb_utils.InferenceResponse([], pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
+            text = f"[INVALID_ARGUMENT] {error}"  # a stream's errors carry no code of their own
+            return pb_utils.InferenceResponse([], pb_utils.TritonError(text, pb_utils.TritonError.INVALID_ARG))
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in made.items()])
