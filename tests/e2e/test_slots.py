@@ -56,6 +56,12 @@ def metric(server: TritonServer, name: str, **labels: str) -> float:
     )
 
 
+def lora_info(server: TritonServer) -> list[str]:
+    """The series of vLLM's family, that routers read."""
+    with urllib.request.urlopen(server.metrics_url) as reply:  # noqa: S310 - loopback
+        return [line for line in reply.read().decode().splitlines() if line.startswith("vllm:lora_requests_info{")]
+
+
 def status(server: TritonServer) -> dict[str, Any]:
     """The slot manager's status."""
     with Client(server.grpc_url) as client:
@@ -114,6 +120,8 @@ def test_twelve_adapters_through_four_slots(
     assert metric(crowded, "lora_slots_evictions_total", tier="SLOT", reason="bind") > 0
     assert metric(crowded, "lora_slots_engine_misses_total") == 0
     assert metric(crowded, "lora_slots_promotions_total", tier="SLOT") >= len(names)
+    until(lambda: any('running_lora_adapters="",waiting_lora_adapters=""' in line for line in lora_info(crowded)))
+    assert len(lora_info(crowded)) == 1, "what runs now, and nothing of what ran before"
 
 
 def test_operators_evict_and_are_told_why_not(crowded: TritonServer, golden_of: dict[str, list[int]]) -> None:

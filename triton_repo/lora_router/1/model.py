@@ -101,13 +101,14 @@ class TritonMetrics:
     """Triton's custom metrics as `adapter_slots.ports.MetricSink`."""
 
     def __init__(self):
+        self.families = {name: self.family(name) for name in FAMILIES}
+        self.made = {}
+
+    def family(self, name):
+        """A family as Triton knows it."""
         # the stub adds MetricFamily to pb_utils only after this module was imported
         kinds = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}
-        self.families = {
-            name: pb_utils.MetricFamily(name=name, description=family.help, kind=kinds[family.kind])
-            for name, family in FAMILIES.items()
-        }
-        self.made = {}
+        return pb_utils.MetricFamily(name=name, description=FAMILIES[name].help, kind=kinds[FAMILIES[name].kind])
 
     def series(self, name, labels):
         """The series with these labels, made on first use."""
@@ -117,9 +118,14 @@ class TritonMetrics:
         return self.made[key]
 
     def only(self, name, labels):
-        """The one series of a family whose labels are its content."""
+        """The one series of a family whose labels are its content.
+
+        Triton keeps a series as long as its family, whatever becomes of the object: the family is made anew.
+        """
         for key in [key for key in self.made if key[0] == name]:
             del self.made[key]
+        del self.families[name]
+        self.families[name] = self.family(name)
         return self.series(name, labels)
 
     def close(self):
