@@ -4,14 +4,15 @@ Triton's Python backend can send only a few codes; `grpc_code` names one of them
 
 SlotError
 ├── UnknownAdapter       NOT_FOUND 404            no adapter of that name; near names given
-├── AdapterRejected      INVALID_ARGUMENT 422  the bundle does not fit this engine, or weights came by hand
+├── AdapterRejected      INTERNAL 500             what is published does not fit this engine, or is broken
+│   └── NotAdmitted      FAILED_PRECONDITION 422  trained on another base, or no good signature by a trusted key
 ├── LeaseRunning         ALREADY_EXISTS 409       a request of that id is still running
-├── BadRequest           INVALID_ARGUMENT 400     the request contradicts itself
-├── NoRoom               UNAVAILABLE 429   no slot within the deadline, or none could ever be
+├── BadRequest           INVALID_ARGUMENT 400     the request contradicts itself, or the engine would refuse it
+├── NoRoom               UNAVAILABLE 429          no slot within the deadline, or none could ever be
 ├── AdapterCold          UNAVAILABLE 503          it is not in a slot, and the request does not wait
 ├── AdapterFailed        UNAVAILABLE 503          its last move failed; the reason is kept, back-off runs
 ├── Draining             UNAVAILABLE 503          nothing new is granted any more
-└── RegistryError        INTERNAL 500  adapters.yaml cannot be read; the last good one stays
+└── RegistryError        INTERNAL 500             adapters.yaml cannot be read; the last good one stays
 
 TierError                inside the manager       a move failed (store, disk, host memory, engine)
 ├── MoveCancelled        nobody wants it any more, or its time is over
@@ -29,6 +30,7 @@ TierError                inside the manager       a move failed (store, disk, ho
 ├── EngineFull           its LoRA cache has no room (`lost_idle`: every idle adapter is gone)
 ├── EngineRefused        a validation error: permanent for this adapter
 ├── MoveRejected         what arrived on DISK does not fit the engine: permanent
+│   └── MoveNotAdmitted   it was trained on another base, or no key that is trusted has signed it
 ├── BundleGone           the bundle left the disk: it is fetched again
 └── BundleBroken         the bundle on DISK is not what its manifest says
 
@@ -36,6 +38,11 @@ EventRefused             a programmer's mistake   the machine was told something
 """
 
 from __future__ import annotations
+
+import re
+
+_FOLDERS = re.compile(r"(?<![\w/.:])/(?:[^\s/:;,'\"]+/)+")
+"""The folders of an absolute path; no part of a URL."""
 
 
 class SlotError(Exception):
@@ -61,8 +68,11 @@ class SlotError(Exception):
 
     @property
     def wire_text(self) -> str:
-        """The text clients see: it begins with the code, since Triton's streams carry no status."""
-        return f"[{self.grpc_code}] {self}"
+        """The text clients see: it begins with the code, since Triton's streams carry no status.
+
+        Of this machine's paths only the last part is left; logs and `slots explain` have them whole.
+        """
+        return f"[{self.grpc_code}] {_FOLDERS.sub('…/', str(self))}"
 
 
 class UnknownAdapter(SlotError):
@@ -72,9 +82,15 @@ class UnknownAdapter(SlotError):
 
 
 class AdapterRejected(SlotError):
-    """The bundle does not fit this engine."""
+    """What is published does not fit this engine, or is broken: no client can mend it."""
 
-    grpc_code, http_status = "INVALID_ARGUMENT", 422
+    grpc_code, http_status = "INTERNAL", 500
+
+
+class NotAdmitted(AdapterRejected):
+    """The adapter was trained on another base, or no key that is trusted has signed it."""
+
+    grpc_code, http_status = "FAILED_PRECONDITION", 422
 
 
 class BadRequest(SlotError):
@@ -207,6 +223,10 @@ class MoveRejected(TierError):
     """What arrived on DISK does not fit the engine, or is broken: every reason."""
 
     transient = False
+
+
+class MoveNotAdmitted(MoveRejected):
+    """What the store has was trained on another base, or no key that is trusted has signed it."""
 
 
 class BundleGone(TierError):

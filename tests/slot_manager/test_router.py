@@ -164,6 +164,20 @@ def test_what_is_refused_and_how(desk: Desk, request_: Request, code: str, words
     assert leases(desk) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("/srv/cache/bundles/5f0c/bundle.json: broken", "…/bundle.json: broken"),
+        ("adapter 'x': /a/b.npy is 3 bytes, /c is 4", "adapter 'x': …/b.npy is 3 bytes, /c is 4"),
+        ("s3://bucket/fleet/ant: 503", "s3://bucket/fleet/ant: 503"),
+        ("1/2 of it", "1/2 of it"),
+    ],
+)
+def test_no_folder_of_the_server_reaches_a_client(text: str, told: str) -> None:
+    """Errors name files; whoever asks over the wire sees their last part."""
+    assert SlotError(text).wire_text == f"[INTERNAL] {told}"
+
+
 def test_a_request_of_several_answers_ends_with_the_last(desk: Desk) -> None:
     """num_return_sequences: each answer's end is reported, in any order."""
     assert desk.route(Request("many", adapter="ant", asks={"num_return_sequences": 3})) == desk.task_id

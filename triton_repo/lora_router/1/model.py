@@ -13,7 +13,7 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 OWN_INPUTS = ("adapter", "op", "op_args")
 TRUE = np.ones((1, 1), np.bool_)
 CODES = {"INVALID_ARGUMENT": "INVALID_ARG"}
-"""gRPC's names where Triton's Python backend has another."""
+"""gRPC's names where Triton's Python backend has another; of those it has none for, the text alone tells."""
 
 
 class TritonPythonModel:
@@ -93,7 +93,7 @@ class TritonRequest:
 
     def fail(self, error):
         """Answer with an error: the first and final response, so that no caller waits for more."""
-        code = getattr(pb_utils.TritonError, CODES.get(error.grpc_code, error.grpc_code))
+        code = getattr(pb_utils.TritonError, CODES.get(error.grpc_code, error.grpc_code), pb_utils.TritonError.INTERNAL)
         self.sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError(error.wire_text, code)), flags=FINAL)
 
 
