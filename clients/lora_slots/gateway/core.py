@@ -1,0 +1,147 @@
+"""What every request of the gateway shares, and what is done with one before the engine sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import secrets
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from adapter_slots.registry import Registry
+from lora_slots.gateway.bodies import ChatBody, CompletionBody
+from lora_slots.gateway.door import Door
+from lora_slots.gateway.errors import invalid, unauthorized
+from lora_slots.gateway.generation import Generation
+from lora_slots.gateway.jobs import EngineFacts, Job, chat_job, chat_text, completion_job
+from lora_slots.gateway.limits import TenantLimits
+from lora_slots.gateway.metrics import GatewayMetrics
+from lora_slots.gateway.names import Target, allowed, resolve, unknown
+from lora_slots.gateway.record import Record
+from lora_slots.gateway.tenants import Caller, Tenant, TenantsSource
+from lora_slots.text import Tokenizer
+
+COLD_HEADER, SESSION_HEADER = "x-lora-slots-cold", "x-session-id"
+COLD = ("wait", "fail", "base")
+_chance = random.SystemRandom()
+MAX_ANSWERS = 128
+"""Answers of one request: prompts × n."""
+_LONG_TEXT = 16_384
+"""Characters from which a text is tokenised in a thread: 10 ms of it would hold up every stream."""
+
+
+@dataclass(slots=True)
+class Gateway:
+    """The parts of a running gateway."""
+
+    door: Door
+    registry: Registry
+    tokenizer: Tokenizer
+    facts: EngineFacts
+    base: str
+    """The base model's served name."""
+    tenants: TenantsSource | None
+    """None: everybody may use everything; only for a gateway that listens on loopback."""
+    max_body_bytes: int
+    started: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970."""
+    limits: TenantLimits = field(default_factory=TenantLimits)
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    _names: dict[str | None, tuple[object, object, list[str]]] = field(default_factory=dict)
+
+    def authenticate(self, authorization: str | None) -> Caller:
+        """Who sends a request, by its Authorization header. Raises ApiError 401."""
+        if self.tenants is None:
+            return Caller(None)
+        kind, _, key = (authorization or "").partition(" ")
+        if not key:
+            raise unauthorized("An API key is needed: 'Authorization: Bearer ls-…'.")
+        caller = self.tenants.current().caller(key.strip()) if kind.lower() == "bearer" else None
+        if caller is None:
+            raise unauthorized("This API key is not known.")
+        return caller
+
+    def names(self, tenant: Tenant | None) -> Sequence[str]:
+        """The model names a tenant may use, sorted; made anew when the registry or the tenant changed."""
+        name, content = tenant.name if tenant else None, self.registry.content
+        known = self._names.get(name)
+        if known is None or known[0] is not content or known[1] is not tenant:
+            known = self._names[name] = (content, tenant, allowed(content, self.base, tenant))
+        return known[2]
+
+    def find(self, model: str, tenant: Tenant | None, *, key: str | None, draw: float) -> Target:
+        """What a model name means. Raises ApiError 404."""
+        target = resolve(self.registry.content, self.base, model, tenant, key=key, draw=draw)
+        if target is None:
+            raise unknown(model, self.names(tenant))
+        return target
+
+    async def chat(self, body: ChatBody) -> Job:
+        """The job of a conversation. Raises ApiError."""
+        check_count(1, body.n)
+        text = chat_text(body, self.tokenizer)
+        ids = await self._encode(text, add_special_tokens=False)
+        return chat_job(body, ids, self.tokenizer, self.facts, new_seed())
+
+    async def completion(self, body: CompletionBody) -> Job:
+        """The job of prompts. Raises ApiError."""
+        check_count(len(body.prompt), body.n)
+        prompts = [
+            await self._encode(one, add_special_tokens=True) if isinstance(one, str) else one for one in body.prompt
+        ]
+        return completion_job(body, prompts, self.tokenizer, self.facts, new_seed())
+
+    def generation(
+        self, job: Job, body: ChatBody | CompletionBody, record: Record, headers: Mapping[str, str]
+    ) -> Generation:
+        """One request, not begun. Raises ApiError: no such model, a limit is reached, a wrong header."""
+        caller = record.caller or Caller(None)
+        key = headers.get(SESSION_HEADER) or body.user or caller.key_id
+        draw = _chance.random()
+        self.find(body.model, caller.tenant, key=key, draw=draw)  # a refusal comes before anything is counted
+        cold = headers.get(COLD_HEADER)
+        if cold is not None and cold not in COLD:
+            raise invalid(f"{COLD_HEADER}: must be one of {', '.join(COLD)}", COLD_HEADER)
+        if caller.tenant is not None:
+            self.limits.prompt(caller.tenant, job.prompt_tokens * job.n)
+        record.prompt_tokens = job.prompt_tokens
+        record.prompt_hash = prompt_hash(job)
+        return Generation(
+            self.door,
+            self.limits,
+            self.tokenizer,
+            job,
+            lambda: self.find(body.model, caller.tenant, key=key, draw=draw),
+            cold,
+            self.base,
+            record,
+        )
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) < _LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def check_count(prompts: int, n: int | None) -> None:
+    """Raises ApiError 400: more answers than one request may have."""
+    count = prompts * (n or 1)
+    if count > MAX_ANSWERS:
+        param = "n" if prompts == 1 else "prompt"
+        raise invalid(f"{param}: {count} answers in one request, and at most {MAX_ANSWERS} are given", param)
+
+
+def prompt_hash(job: Job) -> str:
+    """What a log may have of a prompt: equal prompts have equal ones."""
+    digest = hashlib.sha256()
+    for prompt in job.prompts:
+        digest.update(array("i", prompt).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def new_seed() -> int:
+    """A seed for a request that names none."""
+    return secrets.randbits(63)

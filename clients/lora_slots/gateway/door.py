@@ -1,0 +1,247 @@
+"""The direct door, asynchronous: a lease from `lora_router`, a stream from `tensorrt_llm` itself, the lease given back.
+
+Rules:
+1. Every stream to Triton is one request's; leaving it early cancels it, and the engine sees that within milliseconds.
+2. A lease that was granted, or may have been, is given back, whatever happens to who asked for it.
+3. Tokens are read from the response's bytes: per token there is no numpy and no copy of a tensor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from lora_slots.client import ROUTER, server_error
+from lora_slots.direct import ENGINE, Lease
+from lora_slots.errors import ServerError
+
+log = structlog.get_logger("lora_slots.gateway")
+
+INPUTS: Mapping[str, str] = {
+    "input_lengths": "INT32",
+    "streaming": "BOOL",
+    "exclude_input_in_output": "BOOL",
+    "lora_task_id": "UINT64",
+    "request_output_len": "INT32",
+    "end_id": "INT32",
+    "num_return_sequences": "INT32",
+    "runtime_top_k": "INT32",
+    "runtime_top_p": "FP32",
+    "temperature": "FP32",
+    "min_tokens": "INT32",
+    "repetition_penalty": "FP32",
+    "presence_penalty": "FP32",
+    "frequency_penalty": "FP32",
+    "seed": "UINT64",
+    "return_log_probs": "BOOL",
+}
+"""Engine inputs of one value, and their Triton type."""
+_FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+)
+
+
+class Piece(NamedTuple):
+    """New tokens of one sequence."""
+
+    sequence: int
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    """Of `tokens`; empty unless they were asked for."""
+
+
+class Door:
+    """One connection to a Triton, for any number of requests of one event loop."""
+
+    def __init__(self, url: str) -> None:
+        """`url` is host:port of Triton's gRPC door. Call it inside of the event loop; nothing is sent yet."""
+        import grpc.aio
+        from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+        self.url = url
+        self._wire = service_pb2
+        self._channel = grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS)
+        # tritonclient's own aio client cannot ask for the empty final response, without which a stream that ends with
+        # nothing never ends; its generated stubs can
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._rpc_error, self._end_of_stream = grpc.aio.AioRpcError, grpc.aio.EOF  # type: ignore[attr-defined]
+        self._ends: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Wait for leases that are being given back, then close the connection."""
+        if self._ends:
+            await asyncio.wait(self._ends, timeout=5)
+        await self._channel.close(None)
+
+    async def ready(self) -> bool:
+        """Whether the engine and the router say that they are ready."""
+        try:
+            for model in (ENGINE, ROUTER):
+                if not (await self._stub.ModelReady(self._wire.ModelReadyRequest(name=model), timeout=5)).ready:
+                    return False
+        except self._rpc_error:
+            return False
+        return True
+
+    async def parameters(self, model: str) -> Mapping[str, str]:
+        """A model's parameters. Raises ServerError."""
+        try:
+            answer = await self._stub.ModelConfig(self._wire.ModelConfigRequest(name=model), timeout=30)
+        except self._rpc_error as error:
+            raise self._broken(error) from None
+        return {key: value.string_value for key, value in answer.config.parameters.items()}
+
+    async def operate(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """Carry out an operation of the slot manager. Raises ServerError."""
+        request = self._request(ROUTER, uuid.uuid4().hex, ("op_result",))
+        for name, text in (("op", op), ("op_args", json.dumps(arguments))):
+            value = text.encode()
+            self._add(request, name, "BYTES", (1, 1), struct.pack("<I", len(value)) + value)
+        async with aclosing(self._stream(request)) as responses:
+            async for response in responses:
+                return dict(json.loads(response.raw_output_contents[0][4:]))  # after the length of the text
+        raise ServerError(f"{op}: no answer", code="INTERNAL")
+
+    async def lease(self, adapter: str, lease_id: str, *, max_tokens: int, cold: str) -> Lease:
+        """A hold on an adapter in a slot.
+
+        Args:
+            adapter: name, perhaps with a version.
+            lease_id: unique among running ones.
+            max_tokens: of the whole request; decides how long the hold lasts if its end is never told.
+            cold: what to do if it is not in a slot: wait, fail, base (then the lease's `task_id` is None).
+
+        Raises:
+            ServerError: refused, failed, or not there.
+        """
+        try:
+            answer = await self.operate("lease", adapter=adapter, request_id=lease_id, max_tokens=max_tokens, cold=cold)
+        except ServerError:
+            raise
+        except BaseException:  # given up; but it may have been granted a moment ago
+            self._later(self._end(lease_id, 0))
+            raise
+        found, waited_s = answer.get("found_in"), float(answer.get("waited_s", 0.0))
+        return Lease(lease_id, adapter, answer["task_id"], answer["digest"], found, waited_s)
+
+    def end(self, lease: Lease, tokens: int) -> None:
+        """Give a lease back, behind the caller's back; `tokens` were generated under it."""
+        if lease.task_id is not None:
+            self._later(self._end(lease.request_id, tokens))
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        values: Mapping[str, float],
+        arrays: Mapping[str, NDArray[Any]],
+        *,
+        request_id: str,
+        task_id: int | None,
+        streaming: bool,
+    ) -> AsyncGenerator[Piece, None]:
+        """Pieces of the engine's answer to one prompt. Closing the iterator early cancels the request.
+
+        Args:
+            prompt: token ids.
+            values: engine inputs of one value, names of INPUTS.
+            arrays: other engine inputs: name -> int32 or float32 array with a leading dimension of 1.
+            streaming: a piece per token, or one per sequence at its end.
+
+        Raises:
+            ServerError: the engine refused or failed, or is not there.
+        """
+        outputs = ["output_ids", "sequence_length"]
+        if values.get("return_log_probs"):
+            outputs.append("output_log_probs")
+        if values.get("num_return_sequences", 1) != 1:
+            outputs.append("sequence_index")
+        request = self._request(ENGINE, request_id, outputs)
+        self._add(request, "input_ids", "INT32", (1, len(prompt)), np.array(prompt, np.int32).tobytes())
+        numbers = {"input_lengths": len(prompt), "streaming": streaming, "exclude_input_in_output": True, **values}
+        if task_id is not None:
+            numbers["lora_task_id"] = task_id
+        for name, value in numbers.items():
+            kind = INPUTS[name]
+            self._add(request, name, kind, (1, 1), struct.pack(_FORMATS[kind], value))
+        for name, array in arrays.items():
+            kind = "INT32" if array.dtype == np.int32 else "FP32"
+            self._add(request, name, kind, array.shape, array.tobytes())
+        async with aclosing(self._stream(request)) as responses:
+            async for response in responses:
+                yield read_piece(response)
+
+    async def _stream(self, request: Any) -> AsyncGenerator[Any, None]:
+        call = self._stub.ModelStreamInfer()
+        try:
+            await call.write(request)
+            await call.done_writing()
+            while (answer := await call.read()) is not self._end_of_stream:
+                if answer.error_message:
+                    raise server_error(Exception(answer.error_message), self.url)
+                response = answer.infer_response
+                if response.raw_output_contents:
+                    yield response
+                if response.parameters["triton_final_response"].bool_param:
+                    return
+            raise ServerError("the server ended the stream too early", code="UNAVAILABLE")
+        except self._rpc_error as error:
+            raise self._broken(error) from None
+        finally:
+            call.cancel()
+
+    def _broken(self, error: Any) -> ServerError:
+        return server_error(Exception(f"[StatusCode.{error.code().name}] {error.details()}"), self.url)
+
+    async def _end(self, lease_id: str, tokens: int) -> None:
+        try:
+            await self.operate("end", request_id=lease_id, tokens=tokens)
+        except ServerError as error:
+            log.warning("lease not given back, its deadline ends it", lease=lease_id, why=str(error))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+
+    def _request(self, model: str, request_id: str, outputs: Sequence[str]) -> Any:
+        request = self._wire.ModelInferRequest(model_name=model, id=request_id)
+        for name in outputs:
+            request.outputs.add(name=name)
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
+        return request
+
+    @staticmethod
+    def _add(request: Any, name: str, kind: str, shape: Sequence[int], content: bytes) -> None:
+        request.inputs.add(name=name, datatype=kind, shape=shape)
+        request.raw_input_contents.append(content)
+
+
+def read_piece(response: Any) -> Piece:
+    """A `ModelInferResponse` of `tensorrt_llm` as a piece: its tensors are little-endian in `raw_output_contents`."""
+    sequence, length = 0, None
+    tokens: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+        name = tensor.name
+        if name == "output_ids":
+            tokens = struct.unpack(f"<{len(raw) // 4}i", raw)
+        elif name == "sequence_length":
+            (length,) = struct.unpack_from("<i", raw)
+        elif name == "output_log_probs":
+            log_probs = struct.unpack(f"<{len(raw) // 4}f", raw)
+        elif name == "sequence_index":
+            (sequence,) = struct.unpack_from("<i", raw)
+    if length is not None and length < len(tokens):
+        tokens = tokens[:length]
+    return Piece(sequence, tokens, log_probs[: len(tokens)])

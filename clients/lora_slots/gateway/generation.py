@@ -1,0 +1,220 @@
+"""The life of one request: a lease, the engine's stream, its text, and everything given back at the end.
+
+Rules:
+1. The lease is held before the first byte of an answer, and given back however the request ends.
+2. An engine miss before the first token is healed and tried again once, unseen.
+3. When every answer has ended (a stop string, the length), the engine is told to stop.
+4. A version that the server does not know yet, or any more, is looked up again for a moment: both read the registry at
+   their own pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self
+
+from lora_slots.direct import Lease
+from lora_slots.errors import ServerError
+from lora_slots.gateway.choice import Choice
+from lora_slots.gateway.door import Door, Piece
+from lora_slots.gateway.errors import from_engine, from_lease
+from lora_slots.gateway.jobs import Job
+from lora_slots.gateway.limits import TenantLimits
+from lora_slots.gateway.names import Target
+from lora_slots.gateway.record import Record
+from lora_slots.text import Tokenizer
+
+REGISTRY_LAG_S = 5.0
+_LOOK_AGAIN_S = 0.1
+_MISS = "not found in cache"
+BASE_FOUND_IN = "base"
+
+Placed = tuple[int, Piece]
+"""Number of the prompt, and the engine's news of one of its answers."""
+
+
+class Generation:
+    """One request. Inside the `async with` block it is being answered, and `record` says by what."""
+
+    def __init__(
+        self,
+        door: Door,
+        limits: TenantLimits,
+        tokenizer: Tokenizer,
+        job: Job,
+        resolve: Callable[[], Target],
+        cold: str | None,
+        base: str,
+        record: Record,
+    ) -> None:
+        """
+        Args:
+            resolve: what the model's name means now.
+            cold: the request's wish for a cold adapter; None: the adapter's own.
+            base: name of the base model.
+        """
+        self._door, self._limits, self._tokenizer, self._job = door, limits, tokenizer, job
+        self._resolve, self._cold, self._base, self.record = resolve, cold, base, record
+        self._lease: Lease | None = None
+        self._pieces: AsyncGenerator[Placed, None] | None = None
+        self._first: Placed | None = None
+        self.choices = [
+            Choice(index, job, tokenizer, job.echoes[index // job.n] if job.echoes else "")
+            for index in range(len(job.prompts) * job.n)
+        ]
+
+    @property
+    def served_model(self) -> str:
+        """What the answer's `model` says: the name that was asked for, or the base's where it answered instead."""
+        fallen_back = self.record.found_in == BASE_FOUND_IN
+        return self._base if fallen_back else self.record.model or self._base
+
+    async def __aenter__(self) -> Self:
+        """Wait for the lease and for the engine's first word. Raises ApiError."""
+        try:
+            try:
+                self._first = await self._start()
+            except ServerError as error:
+                adapter = self._lease.adapter if self._lease else None
+                if _MISS not in str(error) or adapter is None:
+                    raise
+                await self._give_back()
+                await self._door.operate("missed", adapter=adapter)
+                self._first = await self._start()
+        except ServerError as error:
+            await self._give_back()
+            raise from_engine(error) from None
+        except BaseException:
+            await self._give_back()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._give_back()
+
+    async def texts(self) -> AsyncGenerator[tuple[Choice, str], None]:
+        """Pieces of the answers as they come; a choice that has ended says so. Raises ApiError."""
+        n, running = self._job.n, len(self.choices)
+        placed, pieces = self._first, self._pieces
+        try:
+            while placed is not None and pieces is not None:
+                prompt, (sequence, tokens, log_probs) = placed
+                choice = self.choices[prompt * n + sequence]
+                if choice.finish_reason is None:
+                    text = choice.push(tokens, log_probs)
+                    if choice.finish_reason is not None:
+                        running -= 1
+                    if text or choice.finish_reason is not None:
+                        yield choice, text
+                    if not running:
+                        return
+                placed = await anext(pieces, None)
+        except ServerError as error:
+            raise from_engine(error) from None
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                yield choice, choice.end()
+
+    async def _start(self) -> Placed | None:
+        self._lease = await self._acquire()
+        self._pieces = self._one_prompt(0) if len(self._job.prompts) == 1 else self._all_prompts()
+        return await anext(self._pieces, None)
+
+    async def _acquire(self) -> Lease:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + REGISTRY_LAG_S
+        while True:
+            target = self._resolve()
+            self.record.model = target.asked
+            if target.entry is None:
+                self.record.adapter = self._base
+                return Lease(self.record.request_id, None, None, None, None, 0.0)
+            try:
+                return await self._ask(target)
+            except ServerError as error:
+                if error.code != "NOT_FOUND" or loop.time() > until:
+                    raise from_lease(error, target.asked) from None
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _ask(self, target: Target) -> Lease:
+        entry, tenant = target.entry, self.record.caller.tenant if self.record.caller else None
+        if entry is None:
+            raise AssertionError("the base needs no lease")
+        self.record.adapter, self.record.digest = entry.ref, entry.digest
+        cold = self._cold or entry.cold or "wait"
+        lease_id = f"{self.record.request_id}/{secrets.token_hex(4)}"  # two requests may have one id
+        tokens = self._job.max_tokens * len(self.choices)
+        if tenant is None:
+            lease = await self._door.lease(entry.ref, lease_id, max_tokens=tokens, cold=cold)
+        else:
+            if not self._limits.may_load(tenant, entry.digest):
+                state = await self._door.operate("explain", adapter=entry.ref)
+                if state["tier"] != "SLOT":
+                    raise self._limits.too_many_loads(tenant)
+            with self._limits.loading(tenant, entry.digest):
+                lease = await self._door.lease(entry.ref, lease_id, max_tokens=tokens, cold=cold)
+        self.record.waited_s = lease.waited_s
+        self.record.found_in = BASE_FOUND_IN if lease.task_id is None else (lease.found_in or "").lower()
+        if lease.task_id is None:
+            self.record.adapter, self.record.digest = self._base, None
+        return lease
+
+    async def _one_prompt(self, index: int) -> AsyncGenerator[Placed, None]:
+        job, lease = self._job, self._lease
+        pieces = self._door.generate(
+            job.prompts[index],
+            job.values,
+            job.arrays,
+            request_id=self.record.request_id,
+            task_id=lease.task_id if lease else None,
+            streaming=job.stream or bool(job.stops),
+        )
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield index, piece
+
+    async def _all_prompts(self) -> AsyncGenerator[Placed, None]:
+        """All prompts at once; the first error ends them."""
+        news: asyncio.Queue[Placed | ServerError | None] = asyncio.Queue()
+
+        async def follow(index: int) -> None:
+            try:
+                async with aclosing(self._one_prompt(index)) as pieces:
+                    async for placed in pieces:
+                        news.put_nowait(placed)
+                news.put_nowait(None)
+            except ServerError as error:
+                news.put_nowait(error)
+
+        tasks = [asyncio.ensure_future(follow(index)) for index in range(len(self._job.prompts))]
+        try:
+            running = len(tasks)
+            while running:
+                one = await news.get()
+                if isinstance(one, ServerError):
+                    raise one
+                if one is None:
+                    running -= 1
+                else:
+                    yield one
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _give_back(self) -> None:
+        pieces, self._pieces = self._pieces, None
+        lease, self._lease = self._lease, None
+        self.record.completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        try:
+            if pieces is not None:
+                await pieces.aclose()
+        finally:
+            if lease is not None:
+                self._door.end(lease, self.record.completion_tokens)

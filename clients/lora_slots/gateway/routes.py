@@ -1,0 +1,133 @@
+"""The public port: OpenAI's routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from lora_slots.gateway.answers import GenerationResponse
+from lora_slots.gateway.bodies import ChatBody, CompletionBody, read_body
+from lora_slots.gateway.core import Gateway
+from lora_slots.gateway.edge import Edge
+from lora_slots.gateway.errors import ApiError
+from lora_slots.gateway.names import model_object
+from lora_slots.gateway.record import PREFIX, REQUEST_ID, Record
+from lora_slots.gateway.wire import ChatWire, CompletionWire
+
+EXPOSED = [REQUEST_ID, *(f"{PREFIX}{name}" for name in ("adapter", "digest", "found-in", "wait-ms")), "retry-after"]
+
+
+def public_app(gateway: Gateway, cors_origins: tuple[str, ...] = ()) -> Any:
+    """The application of the public port; browsers of `cors_origins` may read its answers."""
+    app = FastAPI(title="LoRA Slots", docs_url=None, redoc_url=None, openapi_url=None)
+    handle_errors(app)
+
+    @app.post("/v1/chat/completions", openapi_extra=documented(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        record = admit(gateway, request)
+        body = read_body(ChatBody, await read_json(request, gateway.max_body_bytes))
+        job = await gateway.chat(body)
+        generation = gateway.generation(job, body, record, request.headers)
+        return GenerationResponse(gateway, generation, job, record, ChatWire)
+
+    @app.post("/v1/completions", openapi_extra=documented(CompletionBody))
+    async def completions(request: Request) -> Response:
+        record = admit(gateway, request)
+        body = read_body(CompletionBody, await read_json(request, gateway.max_body_bytes))
+        job = await gateway.completion(body)
+        generation = gateway.generation(job, body, record, request.headers)
+        return GenerationResponse(gateway, generation, job, record, CompletionWire)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        tenant = gateway.authenticate(request.headers.get("authorization")).tenant
+        content = gateway.registry.content
+        names = gateway.names(tenant)
+        return {
+            "object": "list",
+            "data": [model_object(content, gateway.base, name, gateway.started) for name in names],
+        }
+
+    @app.get("/v1/models/{model:path}")
+    async def model(request: Request, model: str) -> dict[str, Any]:
+        tenant = gateway.authenticate(request.headers.get("authorization")).tenant
+        gateway.find(model, tenant, key=None, draw=0.0)
+        return model_object(gateway.registry.content, gateway.base, model, gateway.started)
+
+    @app.get("/health")
+    async def health() -> Response:
+        if await gateway.door.ready():
+            return Response(status_code=200)
+        raise ApiError(503, "The engine is not ready.", kind="server_error", code="engine_unavailable")
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> dict[str, Any]:
+        return app.openapi()
+
+    wrapped: Any = app
+    if cors_origins:
+        wrapped = CORSMiddleware(
+            app, allow_origins=cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=EXPOSED
+        )
+    return Edge(wrapped)
+
+
+def admit(gateway: Gateway, request: Request) -> Record:
+    """Who sends this, and whether a request more is allowed. Raises ApiError 401, 429."""
+    record: Record = request.state.record
+    record.caller = gateway.authenticate(request.headers.get("authorization"))
+    if record.caller.tenant is not None:
+        gateway.limits.request(record.caller.tenant)
+    return record
+
+
+async def read_json(request: Request, most: int) -> bytes:
+    """The body. Raises ApiError 413, 415."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # a page in a browser may send other types to any address without being asked
+        raise ApiError(
+            415, f"The content type must be application/json, found {kind[:60] or 'none'}", code="invalid_type"
+        )
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > most:
+            raise ApiError(413, f"The body is larger than {most} bytes", code="request_too_large")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def documented(kind: type[BaseModel]) -> dict[str, Any]:
+    """A route's body for the OpenAPI document."""
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": kind.model_json_schema(ref_template="#/components/schemas/{model}")}
+            },
+        }
+    }
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Every error of an application is answered in OpenAI's envelope."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        request.state.record.outcome = error.code or error.kind
+        return Response(error.body(), error.status, error.headers, "application/json")
+
+    @app.exception_handler(StarletteHTTPException)
+    async def http_error(request: Request, error: StarletteHTTPException) -> Response:
+        texts = {
+            404: f"There is no route {request.method} {request.url.path[:200]}.",
+            405: "This route has other methods.",
+        }
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+        text = texts.get(error.status_code, "The request cannot be answered.")
+        return await api_error(request, ApiError(error.status_code, text, code=code, headers=dict(error.headers or {})))

@@ -1,0 +1,65 @@
+"""`lora-slots gateway`: the OpenAI-compatible door."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("gateway")(gateway)
+
+
+def gateway(
+    url: Annotated[
+        str | None, typer.Option(help="host:port of Triton's gRPC door; default: $LORA_SLOTS_URL or `up`.")
+    ] = None,
+    registry: Annotated[Path | None, typer.Option(help="adapters.yaml; default: the server's, if it is here.")] = None,
+    tenants: Annotated[Path | None, typer.Option(help="tenants.yaml; needed to listen on more than loopback.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer's directory; default: the server's base.")] = None,
+    engine: Annotated[
+        Path | None, typer.Option(help="Engine's directory (its config.json); default: as above.")
+    ] = None,
+    base_name: Annotated[str | None, typer.Option(help="Name of the base model; default: its directory's.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8080,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may read answers; may be repeated. Default: none.")
+    ] = None,
+) -> None:
+    """Serve OpenAI's API: adapters are models.
+
+    Example: lora-slots gateway --url 127.0.0.1:8001 --port 8080
+    """
+    import structlog
+    import uvloop
+
+    from lora_slots import address
+    from lora_slots.gateway.server import Settings, serve
+
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    settings = Settings(
+        url or address.find(),
+        host=host,
+        port=port,
+        registry=registry,
+        tenants=tenants,
+        tokenizer=tokenizer,
+        engine=engine,
+        base_name=base_name,
+        cors_origins=tuple(cors_origin or ()),
+    )
+    uvloop.run(serve(settings))
