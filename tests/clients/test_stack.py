@@ -73,6 +73,17 @@ def test_ports_asked_for_are_kept() -> None:
     assert choose_ports(0, free, 0).grpc == free
 
 
+def test_usual_ports_come_first_and_give_way() -> None:
+    """Where none was asked for, the usual port is taken, and any free one if that is in use or asked for elsewhere."""
+    usual = choose_ports(0, 0, 0)
+    assert choose_ports(0, 0, 0, usual) == usual
+    with socket.create_server(("127.0.0.1", usual.http)):
+        assert choose_ports(0, 0, 0, usual).http not in {0, usual.http}
+    swapped = choose_ports(usual.grpc, 0, 0, usual)
+    assert swapped.http == usual.grpc
+    assert swapped.grpc not in {0, usual.grpc}
+
+
 @pytest.mark.parametrize(("port", "why"), [(70_000, "1 to 65535"), (-1, "1 to 65535")])
 def test_port_out_of_range_is_refused(port: int, why: str) -> None:
     """A number that is no port is refused as such."""
@@ -83,8 +94,14 @@ def test_port_out_of_range_is_refused(port: int, why: str) -> None:
 def test_one_port_for_two_doors_is_refused() -> None:
     """The same number for two doors is refused, naming the second."""
     free = choose_ports(0, 0, 0).http
-    with pytest.raises(PortTaken, match=r"metrics port .* another door"):
+    with pytest.raises(PortTaken, match=r"metrics port .* http door"):
         choose_ports(free, 0, free)
+
+
+def test_a_refused_port_is_named_as_the_caller_set_it() -> None:
+    """The message names the setting of the library, or that of whoever asked through it."""
+    assert "Give grpc_port another number" in str(PortTaken("grpc", 1, "no"))
+    assert "Give --grpc-port another number" in str(PortTaken("grpc", 1, "no", setting="--grpc-port"))
 
 
 def test_a_port_taken_on_all_addresses_is_taken() -> None:

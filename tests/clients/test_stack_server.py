@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from fakes.disks import tmpfs
 
 from lora_slots.stack import (
     ModelsFailed,
+    NoTemporary,
     NotReady,
+    Ports,
     PortTaken,
     ServerDied,
     SetupError,
@@ -78,6 +81,18 @@ class TritonPythonModel:
     def execute(self, requests):
         self.mark.touch()
         time.sleep(600)
+"""
+HANGING = """
+import ctypes
+import pathlib
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.mark = pathlib.Path(__file__).with_name("busy")
+
+    def execute(self, requests):
+        self.mark.touch()
+        ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock: no Python thread of this process runs any more
 """
 # A program with a server in it that says what it is about to do, a line each.
 CHILD = """
@@ -227,14 +242,22 @@ def test_port_taken_while_triton_starts(
 def test_chosen_port_lost_in_a_race_is_chosen_again(
     models: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A port of our own choice that somebody takes before Triton does costs a second try, not the start."""
+    """A port of our own choice that somebody takes before Triton does costs a second try, not the start; the model
+    repository is made for the ports of each try."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         free = choose_ports(0, 0, 0)
         lost = replace(free, http=other.getsockname()[1])
         answers = iter([lost, free])
         monkeypatch.setattr("lora_slots.stack.server.choose_ports", lambda *_: next(answers))
-        with TritonServer(config_for(models)) as server:
+        made_for = []
+
+        def make(ports: Ports) -> Path:
+            made_for.append(ports)
+            return models
+
+        with TritonServer(config_for(models, model_repository=make)) as server:
             assert echo(server, "here") == "here!"
+    assert made_for == [lost, free]
 
 
 def test_another_server_on_the_port_is_not_taken_for_ours(
@@ -270,6 +293,22 @@ def test_temporary_folder_with_a_blank_is_refused(
     """A temporary folder in which Triton would hang, since a shell splits its path, is refused."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "my temporary"))
     with pytest.raises(SetupError, match="TMPDIR"):
+        TritonServer(config_for(models)).start()
+
+
+def test_full_temporary_folder_is_told(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the server's folder does not fit, the error names the place and TMPDIR, and nothing is left there."""
+    with tmpfs(tmp_path / "small", "size=1m") as small:
+        monkeypatch.setattr("tempfile.tempdir", str(small))
+        with pytest.raises(NoTemporary, match=rf"{small}: No space left on device.*TMPDIR"):
+            TritonServer(config_for(models)).start()
+        assert list(small.iterdir()) == []
+
+
+def test_missing_temporary_folder_is_told(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary folder that went away is named."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(NoTemporary, match=r"gone: No such file.*TMPDIR"):
         TritonServer(config_for(models)).start()
 
 
@@ -337,6 +376,22 @@ def test_killed_keeper_takes_the_server_along(models: Path, temporary: Path) -> 
             server.wait(20)
         assert eventually(lambda: processes_naming(name) == [])
     assert regions(name) == []
+
+
+def test_killed_keeper_leaves_no_model_that_hangs(tmp_path: Path, temporary: Path) -> None:
+    """A model that would not notice its server's end is killed by us, where the keeper can no more."""
+    path = repository(tmp_path / "models", echo=HANGING)
+    with TritonServer(config_for(path)) as server:
+        name = next(temporary.iterdir()).name
+        asking = threading.Thread(target=_ask, args=(server,))
+        asking.start()
+        assert eventually((path / "echo" / "1" / "busy").exists)
+        (keeper,) = (p for p in processes_naming(name) if b"keeper.py" in Path(f"/proc/{p}/cmdline").read_bytes())
+        os.kill(keeper, signal.SIGKILL)
+        with pytest.raises(ServerDied, match="keeper"):
+            server.wait(20)
+        assert eventually(lambda: processes_naming(name) == [])
+    asking.join(10)
 
 
 def test_stuck_model_does_not_hold_up_the_stop(tmp_path: Path, temporary: Path) -> None:

@@ -4,6 +4,7 @@ from lora_slots.stack.config import Ports, StackConfig
 from lora_slots.stack.errors import (
     LibpythonMissing,
     ModelsFailed,
+    NoTemporary,
     NotReady,
     NumpyTooNew,
     PortTaken,
@@ -20,6 +21,7 @@ from lora_slots.stack.signals import exit_on_signals
 __all__ = [
     "LibpythonMissing",
     "ModelsFailed",
+    "NoTemporary",
     "NotReady",
     "NumpyTooNew",
     "PortTaken",

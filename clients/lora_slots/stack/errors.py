@@ -5,7 +5,8 @@ StackError
 │   ├── WrongPython       Triton 2.51's stub and numpy 1.26 exist for Python 3.11 and 3.12 only
 │   ├── NumpyTooNew       with numpy 2 the stub loses strings silently, so the server is not started
 │   ├── TritonMissing     the wheel that carries tritonserver is not installed
-│   └── LibpythonMissing  without it a start would hang instead of failing
+│   ├── LibpythonMissing  without it a start would hang instead of failing
+│   └── NoTemporary       the temporary folder cannot be written, or is full
 ├── PortTaken             a port asked for by number is in use, or may not be used
 ├── ModelsFailed          the server started, a model did not load
 ├── NotReady              the server lives but did not become ready in time
@@ -15,7 +16,11 @@ StackError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class StackError(RuntimeError):
@@ -47,15 +52,36 @@ class LibpythonMissing(SetupError):
     """No shared library of this interpreter was found, nor could one be brought."""
 
 
-class PortTaken(StackError):
-    """`door` ("http", "grpc" or "metrics") cannot listen on `port`."""
+class NoTemporary(SetupError):
+    """The temporary folder `path` cannot be written, or its disk is full."""
 
-    def __init__(self, door: str, port: int, reason: str, *, log_tail: str = "") -> None:
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"cannot write the temporary folder {path}: {reason}. Free some space, or set TMPDIR to another folder"
+        )
+        self.path = path
+
+
+@contextmanager
+def temporary_errors() -> Iterator[None]:
+    """Turn the operating system's errors on finding and writing the temporary folder into NoTemporary."""
+    try:
+        yield
+    except OSError as error:
+        folder = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")  # noqa: S108 - named to the user only
+        raise NoTemporary(Path(folder), error.strerror or str(error)) from error
+
+
+class PortTaken(StackError):
+    """`door` ("http", "grpc" or "metrics") cannot listen on `port`. `setting` is what the caller set the port with."""
+
+    def __init__(self, door: str, port: int, reason: str, *, setting: str | None = None, log_tail: str = "") -> None:
         self.door = door
         self.port = port
+        self.reason = reason
         super().__init__(
-            f"the {door} port {port} of the embedded Triton cannot be used: {reason}. Stop what uses it, "
-            f"give another number ({door}_port), or 0 to have a free one chosen.",
+            f"the {door} port {port} of the embedded Triton cannot be used: {reason}. "
+            f"Give {setting or f'{door}_port'} another number, or 0 to have a free one chosen",
             log_tail=log_tail,
         )
 

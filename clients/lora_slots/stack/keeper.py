@@ -6,7 +6,8 @@ It is run as a script with the standard library only, in a session of its own, s
   So the server ends with us however we end, SIGKILL included.
 * Stopping is SIGTERM, then SIGKILL to the whole process group once Triton had its exit timeout: Triton can hang
   past it for ever while a gRPC stream is open.
-* If the keeper itself is killed, the kernel kills the server (PR_SET_PDEATHSIG), and the stubs follow by themselves.
+* If the keeper itself is killed, the kernel kills the server (PR_SET_PDEATHSIG); the stubs follow by themselves, or the
+  parent kills those that hang (process.py).
 * At the end the server's shared memory is removed, and its folder too, unless the server died by itself while
   the parent lives: then the parent wants to read the log first. Where the parent is gone, what it would have removed
   after us is removed as well.

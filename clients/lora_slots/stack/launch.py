@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lora_slots.stack.config import LOOPBACK, Ports, StackConfig
-from lora_slots.stack.errors import NumpyTooNew, SetupError, TritonMissing
+from lora_slots.stack.errors import NumpyTooNew, SetupError, TritonMissing, temporary_errors
 from lora_slots.stack.libpython import check_python, find_libpython
 
 WHEEL = "nvidia-pytriton==0.7.0"
@@ -61,7 +61,8 @@ def check_numpy() -> None:
 def make_folder(folder: Path, home: Path, model_repository: Path) -> Path:
     """Make the server's folder, with backends/ for this interpreter and models/, and return the stub's path in it.
 
-    Raises SetupError for a folder whose path a shell would not leave alone, TritonMissing for a Python without a stub.
+    Raises SetupError for a folder whose path a shell would not leave alone, TritonMissing for a Python without a stub,
+    NoTemporary where the folder cannot be written.
     """
     if shlex.quote(str(folder)) != str(folder):
         raise SetupError(f"Triton cannot work below {folder.parent}, a path with a blank or the like: set TMPDIR")
@@ -69,14 +70,17 @@ def make_folder(folder: Path, home: Path, model_repository: Path) -> Path:
     stub = home / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
         raise TritonMissing(f"the installed {WHEEL} has no Python stub for Python {version}: run `make setup`")
-    folder.mkdir(mode=0o700)
-    (folder / "models").symlink_to(model_repository.resolve())
+    files = [home / "backends" / "python" / name for name in ("libtriton_python.so", "triton_python_backend_utils.py")]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise TritonMissing(f"the installed {WHEEL} is not whole, there is no {', '.join(missing)}: run `make setup`")
     python = folder / "backends" / "python"
-    python.mkdir(parents=True)
-    for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
-        shutil.copyfile(home / "backends" / "python" / name, python / name)
+    with temporary_errors():
+        folder.mkdir(mode=0o700)
+        (folder / "models").symlink_to(model_repository.resolve())
+        python.mkdir(parents=True)
+        for file in (*files, stub):
+            shutil.copyfile(file, python / file.name)
     copied = python / stub.name
-    shutil.copyfile(stub, copied)
     copied.chmod(0o700)
     return copied
 

@@ -11,26 +11,35 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-from lora_slots.stack.config import LOOPBACK, Ports
+from lora_slots.stack.config import ANY, LOOPBACK, Ports
 from lora_slots.stack.errors import PortTaken
 
 MAX_PORT = 65_535
 _LISTEN = "0A"  # the state column of /proc/net/tcp
 
 
-def choose_ports(http: int, grpc: int, metrics: int) -> Ports:
-    """Three different ports that could be bound just now: those asked for, and free ones for each 0.
+def choose_ports(http: int, grpc: int, metrics: int, usual: Ports = ANY) -> Ports:
+    """Three different ports that could be bound just now: those asked for; for each 0 the usual one of that door, or
+    any free one where that is taken.
 
-    Raises PortTaken for a number that is in use, out of range, given twice, or needs more rights.
+    Raises PortTaken for a number that was asked for and is in use, out of range, given twice, or needs more rights.
     """
     chosen: dict[str, int] = {}
     with ExitStack() as held:  # all three are held until the last is known, or two doors would get one port
         wanted = {"http": http, "grpc": grpc, "metrics": metrics}
         for door, port in sorted(wanted.items(), key=lambda item: item[1] == 0):
-            if port in chosen.values():
-                raise PortTaken(door, port, "another door of the same server has it already")
-            chosen[door] = _bind(held, door, port)
+            other = next((name for name, number in chosen.items() if number == port), None)
+            if other is not None:
+                raise PortTaken(door, port, f"the {other} door of the same server has it already")
+            chosen[door] = _bind(held, door, port) if port else _bind_any(held, door, getattr(usual, door))
     return Ports(**chosen)
+
+
+def _bind_any(held: ExitStack, door: str, usual: int) -> int:
+    try:
+        return _bind(held, door, usual)
+    except PortTaken:
+        return _bind(held, door, 0)
 
 
 def _bind(held: ExitStack, door: str, port: int) -> int:
@@ -40,6 +49,7 @@ def _bind(held: ExitStack, door: str, port: int) -> int:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Triton: TIME_WAIT is no obstacle
     try:
         listener.bind((LOOPBACK, port))
+        listener.listen()  # without it a second bind would succeed
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(door, port, f"{_holder(port)} is using it") from error

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from lora_slots.stack import keeper
 from lora_slots.stack.errors import SetupError
@@ -99,10 +101,24 @@ class KeptProcess:
         while said := self._hear():
             code = said.get("returncode")
         self.returncode = int(str(code)) if code is not None else None
+        if self.returncode is None and self.pid:
+            self._kill_group()
         self._keeper.stdout.close()
         if self._keeper.stdin is not None:
             with contextlib.suppress(OSError):
                 self._keeper.stdin.close()
+
+    def _kill_group(self) -> None:
+        """Do what a killed keeper cannot: a stub may hang for long without its server (a metric waits for its answer).
+
+        The group's number may be somebody else's by now, so a process counts only if it names our server too.
+        """
+        name = self._order.shm_prefix.encode()
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):  # no process, or it has ended
+                pid = int(process.name)
+                if os.getpgid(pid) == self.pid and name in (process / "cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
 
     def _hear(self) -> dict[str, object]:
         if self._keeper is None or self._keeper.stdout is None:

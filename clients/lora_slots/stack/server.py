@@ -89,16 +89,14 @@ class TritonServer:
             raise StackError("this embedded Triton has been started already")
         config = self.config
         self._owner = os.getpid()
-        asked_for = {config.http_port, config.grpc_port, config.metrics_port}
+        asked = {"http": config.http_port, "grpc": config.grpc_port, "metrics": config.metrics_port}
         try:
-            if not config.model_repository.is_dir():
-                raise SetupError(f"the model repository {config.model_repository} is not a folder")
             for remaining in reversed(range(_TRIES)):
                 try:
                     self._start_once()
                     return
                 except PortTaken as error:
-                    if error.port in asked_for or not remaining:
+                    if asked[error.door] or not remaining:
                         raise
         except BaseException:
             self.stop()
@@ -161,12 +159,16 @@ class TritonServer:
         config = self.config
         home = launch.triton_home()
         environment = launch.server_environment(home, config)
-        self._ports = choose_ports(config.http_port, config.grpc_port, config.metrics_port)
+        self._ports = choose_ports(config.http_port, config.grpc_port, config.metrics_port, config.usual_ports)
+        given = config.model_repository
+        models = given if isinstance(given, Path) else given(self._ports)
+        if not models.is_dir():
+            raise SetupError(f"the model repository {models} is not a folder")
         self._name = f"lora-slots-{secrets.token_hex(8)}"
         atexit.register(self.stop)
         try:
             folder = self._folder()
-            launch.check_stub(launch.make_folder(folder, home, config.model_repository), environment)
+            launch.check_stub(launch.make_folder(folder, home, models), environment)
             self._log_path().parent.mkdir(parents=True, exist_ok=True)
             order = Order(
                 argv=launch.command(home, config, self._ports, folder),
