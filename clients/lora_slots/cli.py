@@ -64,7 +64,8 @@ def _run() -> int:
         return EXIT_INTERRUPTED
     except usage_error as error:
         if str(error).strip():  # without arguments the help was printed, and that is all
-            sys.stderr.write(f"lora-slots: {error}\n")
+            # with the option's name in front, where the error is about an option
+            sys.stderr.write(f"lora-slots: {getattr(error, 'format_message', error.__str__)()}\n")
         return EXIT_ENVIRONMENT
     except ServerError as error:
         return _fail(f"{error} [{error.code}]", error.exit_code)

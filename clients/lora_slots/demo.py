@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.columns import Columns
@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from lora_slots import examples
 from lora_slots.client import Client
 
 BASE = "base"
@@ -60,6 +61,27 @@ def ask(url: str, prompt: str, adapters: Sequence[str], *, max_tokens: int, cons
         for line in _lines(threads, answers):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     return answers
+
+
+def failures(answers: Sequence[Answer]) -> list[str]:
+    """The answers that did not come, and why."""
+    return [f"{answer.name}: {answer.error}" for answer in answers if answer.error is not None]
+
+
+def style_problems(answers: Sequence[Answer], examples_among: Collection[str]) -> list[str]:
+    """What is wrong with the answers that came: an empty one, an example adapter not in its style, the base in one."""
+    styles, problems = examples.styles(), []
+    for answer in answers:
+        if answer.error is not None:
+            continue
+        if not answer.text.strip():
+            problems.append(f"{answer.name}: an empty answer")
+        elif answer.name == BASE:
+            like = [style for style in styles.STYLES if styles.looks_right(style, answer.text)]
+            problems += [f"the base answers like {style}: {answer.text!r}" for style in like]
+        elif answer.name in examples_among and not styles.looks_right(answer.name, answer.text):
+            problems.append(f"{answer.name} does not answer in its style: {answer.text!r}")
+    return problems
 
 
 def _stream(url: str, prompt: str, answer: Answer, max_tokens: int) -> None:

