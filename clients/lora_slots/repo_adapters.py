@@ -47,7 +47,7 @@ def _bundle_columns(repository: Repository) -> Iterator[tuple[Path, int]]:
     router, engine = repository.models.get("lora_router"), repository.tensorrt_llm
     registry = router.parameter("registry") if router else None
     prefetch = engine.parameter("lora_prefetch_dir") if engine else None
-    folders += [Path(registry).parent / "bundles"] if registry else []
+    folders += [Path(registry).parent / "bundles"] if registry and "://" not in registry else []
     folders += [Path(prefetch)] if prefetch else []
     for folder in folders:
         for file in sorted(folder.glob(f"*/{CONFIG_FILE}")) if folder.is_dir() else ():

@@ -57,7 +57,7 @@ def render(
     engine: Annotated[Path, typer.Option(help="Directory of the built engine, as Triton sees it.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Model repository to write.")],
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer directory; default: the engine's own.")] = None,
-    registry: Annotated[Path, typer.Option(help="adapters.yaml of the slot manager.")] = Path("adapters.yaml"),
+    registry: Annotated[str, typer.Option(help="adapters.yaml of the slot manager, or s3://…")] = "adapters.yaml",
     grpc: Annotated[str, typer.Option(help="host:port of this Triton's gRPC door.")] = "127.0.0.1:8001",
     backend: Annotated[
         str | None, typer.Option(help="python (reference engine) or tensorrtllm (C++); default: by the runtime.")
@@ -96,7 +96,7 @@ def _config(
     profile: EngineProfile,
     engine: Path,
     tokenizer: Path | None,
-    registry: Path,
+    registry: str,
     grpc: str,
     backend: str | None,
     fleet: str | None,
@@ -122,7 +122,7 @@ def _config(
     return RepositoryConfig(
         engine_dir=engine.absolute(),
         tokenizer_dir=(tokenizer or _own_tokenizer(engine)).absolute(),
-        registry=registry.absolute(),
+        registry=registry if "://" in registry else Path(registry).absolute(),
         engine_url=grpc,
         max_batch_size=profile.engine.max_batch_size,
         router=router,

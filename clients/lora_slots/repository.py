@@ -45,8 +45,8 @@ class RepositoryConfig:
 
     engine_dir: Path
     tokenizer_dir: Path
-    registry: Path
-    """`adapters.yaml` of the slot manager."""
+    registry: Path | str
+    """`adapters.yaml` of the slot manager: a file, or s3://bucket/key."""
     engine_url: str
     """gRPC host:port at which `lora_router` reaches `tensorrt_llm`: this same Triton."""
     max_batch_size: int = 64

@@ -129,6 +129,26 @@ def publish_folder(temporary: Path, final: Path, manifest: dict[str, Any]) -> Bu
     return Bundle(final, manifest)
 
 
+def set_signature(bundle: Bundle, signature: str) -> Bundle:
+    """Write a signature into a bundle's manifest, in one step; nothing of its content changes (rule B9).
+
+    Raises:
+        BundleError: the manifest cannot be written.
+    """
+    manifest = {**bundle.manifest, "signature": signature}
+    temporary = bundle.path / f".{MANIFEST_FILE}-{os.urandom(8).hex()}"
+    try:
+        try:
+            write_bytes(temporary, canonical_json(manifest, indent=1))
+            temporary.replace(bundle.path / MANIFEST_FILE)
+            fsync_path(bundle.path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise BundleError(f"{bundle.path}: cannot be written: {error.strerror}") from None
+    return Bundle(bundle.path, manifest)
+
+
 def _whole_bundle(path: Path) -> Bundle | None:
     try:
         bundle = open_bundle(path)

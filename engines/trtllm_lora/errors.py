@@ -4,6 +4,7 @@ ContractError
 ├── ShapeError     an engine config.json that cannot be read as an engine of the 1.2 line
 ├── TensorError    lora_weights / lora_config that break the layout
 ├── BundleError    a bundle directory that is not what its manifest says
+├── SignatureError a key that cannot be used, or a digest without a good signature by a trusted key
 ├── GeometryError  LoRA cache parameters with which the engine would refuse to start
 └── CacheError     the engine's LoRA cache refused an operation (text as the runtime's)
 """
@@ -23,6 +24,10 @@ class TensorError(ContractError):
 
 class BundleError(ContractError):
     """A bundle on disk is not complete, or not what its manifest says."""
+
+
+class SignatureError(ContractError):
+    """A key that cannot be used, or a digest without a good signature by a trusted key."""
 
 
 class GeometryError(ContractError):

@@ -7,12 +7,14 @@ composition root gives: this package never imports a converter.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from weakref import WeakValueDictionary
 
+from adapter_slots.admission import Claims, claims_of
 from adapter_slots.disk_layout import SOURCES, Found
 from adapter_slots.disk_space import DiskSpace
 from adapter_slots.errors import AdapterRejected, BundleBroken, ConversionFailed, DiskFailed, StoreCorrupt
@@ -80,15 +82,22 @@ class DiskTier:
         wanted = self._became.get(entry.digest, entry.digest) if copy else entry.digest
         return self._open(copy or Path(entry.path), wanted, entry.name)
 
-    def add(self, digest: str, source: Source, transfer: Transfer | None = None) -> Bundle:
+    def add(
+        self,
+        digest: str,
+        source: Source,
+        transfer: Transfer | None = None,
+        check: Callable[[Claims], None] = lambda _: None,
+    ) -> Bundle:
         """Bring an adapter from REMOTE, converted if it is a raw one (blocking; one writer per digest).
 
         Args:
             digest: of the bundle; for a raw adapter its source digest, or that of the bundle it becomes.
+            check: raises NotAdmitted for what may not come in, by what its manifest claims; before a byte is fetched.
 
         Raises:
             TierError: what the store, the disk or the converter said; MoveCancelled.
-            AdapterRejected: it does not fit the engine: every reason.
+            AdapterRejected: it does not fit the engine: every reason. NotAdmitted: `check` said so.
         """
         transfer = transfer or Transfer()
         space = self._space
@@ -99,6 +108,7 @@ class DiskTier:
             path = self._path(digest)
             if path is None:
                 content = source.look(transfer)
+                check(claims_of(json.loads(content.manifest) if content.manifest else None, digest))
                 size = content.num_bytes * (1 if content.digest else 2)  # a raw adapter and its bundle
                 with space.fetching(digest, size) as work:
                     made = self._bring(digest, source, content, work, transfer)

@@ -12,7 +12,10 @@ SlotError
 ├── AdapterCold          UNAVAILABLE 503          it is not in a slot, and the request does not wait
 ├── AdapterFailed        UNAVAILABLE 503          its last move failed; the reason is kept, back-off runs
 ├── Draining             UNAVAILABLE 503          nothing new is granted any more
-└── RegistryError        INTERNAL 500             adapters.yaml cannot be read; the last good one stays
+└── RegistryError        INTERNAL 500             adapters.yaml cannot be read or written; the last good one stays
+    ├── RegistryAbsent                            there is none
+    ├── RegistryMoved                             somebody else changed it since it was read
+    └── ChangeRefused    FAILED_PRECONDITION 409  a change that cannot be made to it as it is
 
 TierError                inside the manager       a move failed (store, disk, host memory, engine)
 ├── MoveCancelled        nobody wants it any more, or its time is over
@@ -30,7 +33,6 @@ TierError                inside the manager       a move failed (store, disk, ho
 ├── EngineFull           its LoRA cache has no room (`lost_idle`: every idle adapter is gone)
 ├── EngineRefused        a validation error: permanent for this adapter
 ├── MoveRejected         what arrived on DISK does not fit the engine: permanent
-│   └── MoveNotAdmitted   it was trained on another base, or no key that is trusted has signed it
 ├── BundleGone           the bundle left the disk: it is fetched again
 └── BundleBroken         the bundle on DISK is not what its manifest says
 
@@ -130,9 +132,23 @@ class Draining(SlotError):
 
 
 class RegistryError(SlotError):
-    """adapters.yaml is missing or broken."""
+    """adapters.yaml is missing or broken, or cannot be written."""
 
     grpc_code, http_status = "INTERNAL", 500
+
+
+class RegistryAbsent(RegistryError):
+    """There is no registry there."""
+
+
+class RegistryMoved(RegistryError):
+    """Somebody else changed the registry since it was read: read it again."""
+
+
+class ChangeRefused(RegistryError):
+    """A change cannot be made to the registry as it is: every reason."""
+
+    grpc_code, http_status = "FAILED_PRECONDITION", 409
 
 
 class TierError(Exception):
@@ -223,10 +239,6 @@ class MoveRejected(TierError):
     """What arrived on DISK does not fit the engine, or is broken: every reason."""
 
     transient = False
-
-
-class MoveNotAdmitted(MoveRejected):
-    """What the store has was trained on another base, or no key that is trusted has signed it."""
 
 
 class BundleGone(TierError):

@@ -9,6 +9,7 @@ lease's owner after the lock is released.
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -42,9 +43,9 @@ from adapter_slots.events import (
     Promoted,
     PromoteFailed,
     Reap,
+    Reason,
     Refuse,
     Released,
-    Removed,
     Ticked,
     Tier,
     Touch,
@@ -54,9 +55,11 @@ from adapter_slots.events import (
 from adapter_slots.machine import SlotMachine
 from adapter_slots.metrics import LORA_INFO, Metrics, deliver
 from adapter_slots.mover import Mover
+from adapter_slots.pins import Pins
 from adapter_slots.ports import Clock, MetricSink
 from adapter_slots.refusals import refused_event, refused_lease
 from adapter_slots.registry import Entry, Registry
+from adapter_slots.registry_watch import RegistryWatch
 from adapter_slots.status import explain, status_of
 from adapter_slots.warm_set import WarmSet
 
@@ -92,10 +95,13 @@ class SlotManager:
         self._registry = registry
         self._mover = mover
         self._catalog = Catalog(registry, mover.know, forget_s=remember_s, clock=clock)
+        self._pins = Pins()
+        self._watch = RegistryWatch(registry, self._catalog, self._pins, self)
+        self._looking = False
         self._sink = metrics
         self._state_file = state_file
         self._saved = WarmSet()
-        self._restoring = state_file is not None
+        self._restoring = state_file is not None or any(entry.pinned for entry in registry.entries.values())
         self._clock = clock
         self._metrics = Metrics()
         self._info: Mapping[str, str] = {}
@@ -131,15 +137,26 @@ class SlotManager:
 
     # --- leases
 
-    def acquire(self, name: str, lease: str, owner: Owner, *, wait_s: float, hold_s: float, waits: bool = True) -> None:
-        """Ask for an adapter by name. `owner` hears of it once; a resident adapter is granted before this returns.
+    def resolve(self, name: str, key: str | None = None) -> Entry:
+        """The version that a request for an adapter, `adapter@version` or alias gets; raises SlotError.
 
-        With `waits` false a cold adapter is refused at once (AdapterCold) and warmed meanwhile.
+        The same `key` (a session, a user) has the same version of an alias while its weights stay; without a key,
+        chance decides.
+        """
+        return self._catalog.resolve(name, key, random.random())  # noqa: S311 - a share of requests, no secret
+
+    def acquire(
+        self, name: str | Entry, lease: str, owner: Owner, *, wait_s: float, hold_s: float, waits: bool = True
+    ) -> None:
+        """Ask for an adapter, by name or as `resolve` found it. `owner` hears of it once.
+
+        A resident adapter is granted before this returns. With `waits` false a cold adapter is refused at once
+        (AdapterCold) and warmed meanwhile.
 
         Raises:
             SlotError: unknown adapter, a bundle that does not fit, a lease id that is running, a closing manager.
         """
-        digest = self._known(self._catalog.resolve(name))
+        digest = self._known(name if isinstance(name, Entry) else self.resolve(name))
         now = self._clock()
         self._post(Acquired(digest, lease, now + wait_s, hold_s, waits), owner=(lease, owner))
 
@@ -153,7 +170,7 @@ class SlotManager:
 
     def missed(self, name: str) -> None:
         """A request learnt that the engine had forgotten the adapter. Raises SlotError."""
-        self._post(Missed(self._known(self._catalog.resolve(name))))
+        self._post(Missed(self.known(name)))
 
     def name_of_task(self, task_id: int) -> str:
         """Adapter name of a task id, for clients that speak ids. Raises UnknownAdapter."""
@@ -163,19 +180,26 @@ class SlotManager:
 
     def pin(self, name: str) -> None:
         """Hold an adapter in a slot until `unpin`. Raises SlotError."""
-        self._post(Pinned(self._known(self._catalog.resolve(name))))
+        digest = self.known(name)
+        self._post(Pinned(digest))
+        with self._lock:
+            self._pins.asked(name, digest)
 
     def unpin(self, name: str) -> None:
-        """End a pin. Raises SlotError."""
-        self._post(Unpinned(self._known(self._catalog.resolve(name))))
+        """End a pin. Raises SlotError; BadRequest if the registry holds it."""
+        digest = self.known(name)
+        self._pins.check_unpin(digest, self._registry.entries)
+        self._post(Unpinned(digest))
+        with self._lock:
+            self._pins.unasked(digest)
 
     def evict(self, name: str) -> None:
         """Take an adapter out of its slot. Raises SlotError if it is held or not in a slot."""
-        self._post(EvictAsked(self._known(self._catalog.resolve(name))))
+        self._post(EvictAsked(self.known(name)))
 
     def warm(self, name: str) -> None:
         """Bring an adapter into a slot once, without waiting for it. Raises SlotError."""
-        self._post(Warmed(self._known(self._catalog.resolve(name))))
+        self._post(Warmed(self.known(name)))
 
     def verify(self) -> None:
         """Look at every slot: the engine may have been restarted."""
@@ -188,13 +212,16 @@ class SlotManager:
     def status(self) -> dict[str, Any]:
         """What is where, as plain data."""
         with self._lock:
-            return {**status_of(self._machine, self._registry, self._clock()), "restoring": self._restoring}
+            about = {"restoring": self._restoring, "pins_refused": dict(self._pins.refused)}
+            return {**status_of(self._machine, self._registry, self._clock()), **about}
 
     def explain(self, name: str) -> dict[str, Any]:
         """Everything known of one adapter. Raises UnknownAdapter."""
         entry, verdict = self._registry.resolve(name), "fits the engine"
         try:
             self._known(entry)
+            refusal = self._mover.refusal(entry.digest)
+            verdict = str(refusal) if refusal is not None else verdict
         except SlotError as error:
             verdict = str(error)
         with self._lock:
@@ -225,7 +252,8 @@ class SlotManager:
             elif isinstance(effect, Reap):
                 someone.reaped()
             else:
-                someone.refused(refused_lease(effect, self._machine.adapters.get(effect.adapter)))
+                why = self._mover.refusal(effect.adapter) if effect.reason is Reason.FAILED else None
+                someone.refused(why or refused_lease(effect, self._machine.adapters.get(effect.adapter)))
 
     def _carry_out(self, effect: Effect, told: list[tuple[Owner, Grant | Refuse | Reap]]) -> None:
         match effect:
@@ -283,6 +311,7 @@ class SlotManager:
         saved = await asyncio.to_thread(warm_set.load, self._state_file) if self._state_file else WarmSet()
         while not await self._mover.engine_ready():
             await asyncio.sleep(0.1)
+        self._watch.repin()
         for name in saved.pinned:
             self._try(self.pin, name)
         for name in saved.recent[: self._machine.config.num_slots]:
@@ -322,12 +351,10 @@ class SlotManager:
             self._loop.call_later(
                 self._machine.config.tick_s, self._housekeeping
             )  # first: an error below ends no more than this one
-        was_broken = self._registry.problem
-        if self._registry.refresh():
-            for digest in self._catalog.changed():
-                self._post_quietly(Removed(digest))
-        if self._registry.problem and self._registry.problem != was_broken:
-            log.error("registry broken, the last good one stays", why=self._registry.problem)
+        self._watch.turn()
+        if not self._looking and not self._closing and self._watch.is_due(self._clock()):
+            self._looking = True
+            self._spawn(self._look())
         self._save_warm_set()
         if self._sink is not None:
             with self._lock:
@@ -339,23 +366,46 @@ class SlotManager:
                 self._info = info
                 self._sink.only(LORA_INFO, info).set(time.time())
 
+    async def _look(self) -> None:
+        """Read the registry in a thread: thousands of entries take seconds, and requests are served meanwhile."""
+        try:
+            if await asyncio.to_thread(self._watch.look):
+                self._watch.renew()
+            self._watch.tell_problem()
+        finally:
+            self._looking = False
+
     def _save_warm_set(self) -> None:
         if self._state_file is None or self._restoring:
             return
         with self._lock:
-            warm = WarmSet.of(self._machine.adapters.values())
+            warm = WarmSet.of(self._machine.adapters.values(), self._pins.operator)
         if warm != self._saved:
             self._saved = warm
             self._loop.run_in_executor(None, warm_set.save, self._state_file, warm)
 
     # --- small things
 
+    def known(self, name: str) -> str:
+        """Digest of a name (an alias': its heaviest target), made known to the machine. Raises SlotError."""
+        return self._known(self._catalog.resolve(name))
+
+    def post(self, event: Event) -> None:
+        """Give the machine an event that has no owner. Raises SlotError."""
+        self._post(event)
+
+    def is_waited_for(self, digest: str) -> bool:
+        """Whether requests wait for an adapter."""
+        with self._lock:
+            adapter = self._machine.adapters.get(digest)
+            return adapter is not None and bool(adapter.waiting)
+
     def _known(self, entry: Entry) -> str:
         """Digest of an entry, made known to the machine on first use. Raises AdapterRejected."""
         new, facts = self._catalog.first_use(entry)
         if new:
-            self._post(Added(entry.digest, entry.name, facts, entry.pool))
-            self._catalog.told(entry.digest)
+            self._post(Added(entry.digest, self._catalog.label(entry), facts, entry.pool))
+            self._catalog.told(entry)
         return entry.digest
 
     def _log(self, write: Callable[..., Any], what: str, digest: str, **fields: Any) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from adapter_slots import host
+from adapter_slots.admission import Claims, Terms, admit, claims_of
 from adapter_slots.disk import DiskTier
 from adapter_slots.errors import (
     AdapterRejected,
@@ -22,6 +24,7 @@ from adapter_slots.errors import (
     EngineFull,
     EngineMiss,
     MoveRejected,
+    NotAdmitted,
     StoreUnavailable,
     TierError,
 )
@@ -46,26 +49,44 @@ class Limits:
 class Mover:
     """Knows the open bundles and the shared-memory regions of one manager."""
 
-    def __init__(self, disk: DiskTier, engine: Engine, stores: Stores, limits: Limits) -> None:
+    def __init__(
+        self, disk: DiskTier, engine: Engine, stores: Stores, limits: Limits, terms: Callable[[], Terms] = Terms
+    ) -> None:
+        """`terms` says what is asked of every adapter now."""
         self._disk = disk
         self._engine = engine
         self._stores = stores
         self._limits = limits
+        self._terms = terms
         self._entries: dict[str, Entry] = {}
         self._bundles: dict[str, Bundle] = {}
         self._regions: dict[str, Region] = {}
+        self._refused: dict[str, NotAdmitted] = {}
         self._count = 0
 
     def know(self, entry: Entry) -> Facts | None:
         """Take an entry in; its facts if its bundle is on this machine already.
 
         Raises:
-            AdapterRejected: the bundle is here and does not fit the engine, or is broken.
+            NotAdmitted: another base, or no good signature. AdapterRejected: the bundle is here and does not fit the
+            engine, or is broken.
         """
+        admit(entry, None, self._terms())
         self._entries[entry.digest] = entry
+        self._refused.pop(entry.digest, None)
         if not self._disk.has(entry.digest) and (entry.is_remote or (Path(entry.path) / ADAPTER_CONFIG).is_file()):
             return None
-        return self._open(entry)
+        try:
+            return self._open(entry)
+        except NotAdmitted:
+            # the copy here may be older than a signature that the store has; nothing is fetched if it has none either
+            if not entry.is_remote or not self._disk.remove(entry.digest):
+                raise
+            return None
+
+    def refusal(self, digest: str) -> NotAdmitted | None:
+        """Why an adapter was not admitted when it came from REMOTE, if that is what its last move failed of."""
+        return self._refused.get(digest)
 
     async def move(self, digest: str, tier: Tier) -> Promoted | PromoteFailed:
         """Promote an adapter; whatever goes wrong is in the one event that comes back."""
@@ -95,13 +116,21 @@ class Mover:
         """REMOTE -> DISK: fetch, check every byte, convert a raw adapter. Raises TierError."""
         entry = self._entries[digest]
         transfer = Transfer()
-        work = asyncio.to_thread(self._disk.add, digest, self._stores.source(entry.path), transfer)
+
+        def check(claims: Claims) -> None:
+            admit(entry, claims, self._terms())
+
+        work = asyncio.to_thread(self._disk.add, digest, self._stores.source(entry.path), transfer, check)
+        self._refused.pop(digest, None)
         try:
             async with asyncio.timeout(self._limits.to_disk_s):
                 await work
             return await asyncio.to_thread(self._open, entry)
         except TimeoutError:
             raise StoreUnavailable(f"{entry.path}: not here within {self._limits.to_disk_s} s") from None
+        except NotAdmitted as error:
+            self._refused[digest] = error
+            raise MoveRejected(str(error)) from None
         except AdapterRejected as error:
             raise MoveRejected(str(error)) from None
         finally:
@@ -152,6 +181,7 @@ class Mover:
 
     def _open(self, entry: Entry) -> Facts:
         bundle = self._disk.open(entry)
+        admit(entry, claims_of(bundle.manifest, entry.digest), self._terms())
         self._bundles[entry.digest] = bundle
         return Facts(bundle.task_id, self._disk.pages(bundle), host.region_bytes(bundle))
 

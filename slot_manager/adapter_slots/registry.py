@@ -16,71 +16,115 @@ Aliases, canaries, tenants, signatures and everything else that may stand there:
 
 from __future__ import annotations
 
-import os
-import tempfile
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from adapter_slots.admission import Terms, same_base
 from adapter_slots.errors import RegistryError
 from adapter_slots.pools import Pools
 from adapter_slots.registry_entries import BASE_NAME, NAME_RULE, Alias, Content, Entry, is_name
-from adapter_slots.registry_rules import SCHEMA, content_of, problems_of
-from adapter_slots.registry_text import Document, TextError, dump
-from trtllm_lora import Bundle
+from adapter_slots.registry_home import Home, Stamp, home_of
+from adapter_slots.registry_rules import content_of, problems_of
+from adapter_slots.registry_text import Document, Problem, TextError
+from adapter_slots.registry_writing import FILE_NAME, publish, publish_at
+from trtllm_lora.errors import SignatureError
+from trtllm_lora.signing import PublicKey, read_public_key
 
 __all__ = ["BASE_NAME", "FILE_NAME", "NAME_RULE", "Alias", "Entry", "Registry", "is_name", "publish", "publish_at"]
-FILE_NAME = "adapters.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class _Good:
+    """What one good text says."""
+
+    content: Content
+    terms: Terms
 
 
 class Registry:
-    """The adapters that exist, by name. Reads only when the file's size or time changed.
+    """The adapters that exist, by name. Reads only what changed. Safe to use from many threads.
 
     Raises:
-        RegistryError: at construction, if there is no good file yet.
+        RegistryError: at construction, if there is no good registry yet.
     """
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(
+        self,
+        place: Path | str,
+        *,
+        base_model: str | None = None,
+        endpoint_url: str | None = None,
+        refresh_s: float = 0.0,
+    ) -> None:
+        """Read the registry at `place`, a file or `s3://bucket/key`.
+
+        Args:
+            base_model: `name@revision` of what this server serves, if it knows.
+            endpoint_url: of S3 that is not AWS.
+            refresh_s: look for changes at most so often; 0: what suits the place.
+        """
+        self.home: Home = home_of(place, endpoint_url=endpoint_url)
         self.problem: str | None = None
-        """Why the file as it is now is not in use; None when it is."""
-        self._stamp: tuple[int, int, int] | None = None
-        self.content = Content()
-        """The last good file."""
+        """Why the registry as it is now is not in use; None when it is."""
+        self._base_model = base_model
+        self._refresh_s = refresh_s
+        self._stamp: Stamp | None = None
+        self._good = _Good(Content(), Terms())
+        self._reading = threading.Lock()
         self.refresh()
         if self.problem:
             raise RegistryError(self.problem)
 
     @property
+    def interval_s(self) -> float:
+        """How often to look for changes, at most; 0: whenever it suits."""
+        return self._refresh_s or self.home.interval_s
+
+    @property
+    def content(self) -> Content:
+        """All of the last good text."""
+        return self._good.content
+
+    @property
+    def terms(self) -> Terms:
+        """What is asked of every adapter."""
+        return self._good.terms
+
+    @property
     def entries(self) -> Mapping[str, Entry]:
         """Adapter -> its current version."""
-        return self.content.entries
+        return self._good.content.entries
 
     @property
     def aliases(self) -> Mapping[str, Alias]:
         """Name -> alias."""
-        return self.content.aliases
+        return self._good.content.aliases
 
     @property
     def pools(self) -> Pools:
         """The pools (a change of them takes effect at the next start)."""
-        return self.content.pools
+        return self._good.content.pools
 
     def refresh(self) -> bool:
-        """Re-read the file if it changed; True if the adapters may have changed. Never raises: see `problem`."""
-        try:
-            stat = self.file.stat()
-            stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            if stamp == self._stamp:
+        """Re-read if it changed; True if the adapters may have changed. Never raises: see `problem`. Blocks on I/O."""
+        with self._reading:
+            known, self._stamp = (
+                self._stamp,
+                None,
+            )  # what cannot be read is looked at again, even if it comes back unchanged
+            try:
+                reading = self.home.read(known)
+                self._stamp = reading.stamp if reading is not None else known
+                if reading is None:
+                    return False
+                good = self._parsed(reading.text)
+            except RegistryError as error:
+                self.problem = str(error)
                 return False
-            self._stamp = stamp
-            content = _parse(self.file)
-        except (OSError, RegistryError) as error:
-            reason = error.strerror if isinstance(error, OSError) else None
-            self.problem = f"{self.file}: {reason}" if reason else str(error)
-            return False
-        self.content, self.problem = content, None
-        return True
+            self._good, self.problem = good, None
+            return True
 
     def resolve(self, name: str, key: str | None = None, draw: float | None = None) -> Entry:
         """The entry of an adapter, an `adapter@version` or an alias.
@@ -92,62 +136,55 @@ class Registry:
         Raises:
             UnknownAdapter: with names that are close.
         """
-        return self.content.resolve(name, key, draw)
+        return self._good.content.resolve(name, key, draw)
+
+    def _parsed(self, text: str) -> _Good:
+        try:
+            document = Document(text)
+        except TextError as error:
+            raise RegistryError(f"{self.home.name}: {error}") from None
+        problems = list(problems_of(document.data))
+        keys: dict[str, PublicKey] = {}
+        if not problems:
+            keys, problems = _keys(document.data.get("trusted_keys", ()), self.home.folder)
+        if problems or document.has_duplicates:
+            raise RegistryError(f"{self.home.name}: {document.tell(problems)}")
+        content = content_of(document.data, self.home.located)
+        problems = [*_changed_in_place(self._good.content, content), *self._another_base(content)]
+        if problems:
+            raise RegistryError(f"{self.home.name}: {document.tell(problems)}")
+        return _Good(content, Terms(self._base_model or content.base_model, content.require_signatures, keys))
+
+    def _another_base(self, content: Content) -> list[Problem]:
+        if not self._base_model or not content.base_model or same_base(self._base_model, content.base_model):
+            return []
+        return [Problem(("base_model",), f"it is for {content.base_model}, this server has {self._base_model}")]
 
 
-def publish(file: Path, bundle: Bundle, name: str | None = None) -> Entry:
-    """Make a bundle the current version of its adapter: one atomic write of `adapters.yaml`.
-
-    Publishing the digest that is current already changes nothing.
-
-    Raises:
-        RegistryError: the file is broken or cannot be written.
-    """
-    return publish_at(file, name or bundle.adapter, bundle.digest, os.path.relpath(bundle.path, file.parent))
-
-
-def publish_at(file: Path, name: str, digest: str, path: str) -> Entry:
-    """Make what lies at `path` (a URL, or relative to the file) the current version. Raises RegistryError."""
-    if not is_name(name):
-        raise RegistryError(f"{name[:60]!r} is no adapter name: {NAME_RULE}")
-    document: dict[str, Any] = _load(file) if file.exists() else {"schema": SCHEMA, "adapters": {}}
-    versions = document["adapters"].setdefault(name, {}).setdefault("versions", [])
-    if not versions or (versions[-1]["digest"], versions[-1]["path"]) != (digest, path):
-        number = max((entry["version"] for entry in versions), default=0) + 1
-        versions.append({"version": number, "digest": digest, "path": path})
-        _write(file, document)
-    return Entry(name, versions[-1]["version"], digest, _located(file, path), document["adapters"][name].get("pool"))
+def _keys(texts: tuple[str, ...], folder: Path | None) -> tuple[dict[str, PublicKey], list[Problem]]:
+    keys, problems = {}, []
+    for i, text in enumerate(texts):
+        try:
+            key = read_public_key(text, folder)
+            keys[key.id] = key
+        except SignatureError as error:
+            problems.append(Problem(("trusted_keys", i), str(error)))
+    return keys, problems
 
 
-def _located(file: Path, path: str) -> str:
-    return path if "://" in path else str(file.parent / path)
-
-
-def _write(file: Path, document: Mapping[str, Any]) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".adapters-", delete=False) as out:
-            out.write(dump(document))
-            out.flush()
-            os.fsync(out.fileno())
-        Path(out.name).chmod(0o644)
-        Path(out.name).replace(file)
-    except OSError as error:
-        raise RegistryError(f"{file}: cannot be written: {error.strerror}") from None
-
-
-def _load(file: Path) -> dict[str, Any]:
-    try:
-        document = Document(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RegistryError(f"{file}: {error.strerror}") from None
-    except (TextError, UnicodeDecodeError) as error:
-        raise RegistryError(f"{file}: {error}") from None
-    problems = [*document.duplicates(), *problems_of(document.data)]
-    if problems:
-        raise RegistryError(f"{file}: {document.tell(problems)}")
-    return dict(document.data)
-
-
-def _parse(file: Path) -> Content:
-    return content_of(_load(file), lambda path: _located(file, path))
+def _changed_in_place(old: Content, new: Content) -> list[Problem]:
+    """Versions that have another digest than a moment ago: a name with a version means one content for ever."""
+    problems = []
+    for name, versions in new.versions.items():
+        before = old.versions.get(name)
+        for number, entry in versions.items() if before else ():
+            known = before.get(number) if before else None
+            if known is not None and known.digest != entry.digest:
+                problems.append(
+                    Problem(
+                        ("adapters", name),
+                        f"version {number} had digest {known.digest[:12]} and has {entry.digest[:12]} now: "
+                        "a version is never changed in place; add a new one",
+                    )
+                )
+    return problems

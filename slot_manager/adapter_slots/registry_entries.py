@@ -4,7 +4,8 @@ A name means, in this order: an adapter or an alias of exactly that name; `adapt
 its requests out over its targets by weight. With a key (a session, a user) the choice is sticky: each target draws a
 score from hash(alias, target, key) and its weight, and the best score wins (weighted rendezvous hashing). So a key
 moves from one target to another only if that other one's weight grew relative to the first's: 5 % -> 20 % moves 15 %
-of the keys, all of them to the canary.
+of the keys, all of them to the canary. The adapter is chosen first, by the sum of its targets' weights, then its
+version: a canary of one adapter moves no key of another.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ def split_version(name: str) -> tuple[str, int] | None:
     """`adapter@3` -> ("adapter", 3); None if the text does not end so."""
     found = _VERSIONED.fullmatch(name)
     return (found[1], int(found[2])) if found else None
+
+
+def adapter_of(target: str) -> str:
+    """The adapter of an alias' target: `adapter@3` -> "adapter"."""
+    parts = split_version(target)
+    return parts[0] if parts else target
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,14 @@ class Alias:
     name: str
     targets: Mapping[str, float]
     """Adapter or `adapter@N` -> percent; they sum to 100."""
+    _adapters: Mapping[str, Mapping[str, float]] = field(init=False, repr=False, compare=False)
+    """Adapter -> those of the targets that are its versions."""
+
+    def __post_init__(self) -> None:
+        groups: dict[str, dict[str, float]] = {}
+        for target, weight in self.targets.items():
+            groups.setdefault(adapter_of(target), {})[target] = weight
+        object.__setattr__(self, "_adapters", groups)
 
     def choose(self, key: str | None = None, draw: float | None = None) -> str:
         """The target of a key; without one that of a uniform draw in [0, 1); without either the heaviest.
@@ -91,22 +106,26 @@ class Alias:
         The same key has the same target as long as the weights are the same.
         """
         if key is not None:
-            return min(self.targets, key=lambda target: (self._score(target, key), target))
-        if draw is None:
-            return min(self.targets, key=lambda target: (-self.targets[target], target))
-        left = draw * sum(self.targets.values())
+            adapter = self._first({name: math.fsum(group.values()) for name, group in self._adapters.items()}, key)
+            return self._first(self._adapters[adapter], f"{adapter}\0{key}")  # a draw of its own, not the adapter's
+        heaviest = min(self.targets, key=lambda target: (-self.targets[target], target))
+        left = draw * math.fsum(self.targets.values()) if draw is not None else math.inf
         for target in sorted(self.targets):
             left -= self.targets[target]
             if left < 0:
                 return target
-        return max(self.targets, key=lambda target: (self.targets[target], target))  # draw was rounded up to 1
+        return heaviest  # no draw, or one that rounding brought to the end
 
-    def _score(self, target: str, key: str) -> float:
-        """Time of the target's first event, were its weight a rate: its chance to be first is its share of the weight."""
-        weight = self.targets[target]
+    def _first(self, weights: Mapping[str, float], key: str) -> str:
+        """Whose first event comes first, were each weight a rate: the chance to be it is the weight's share."""
+        if len(weights) == 1:
+            return next(iter(weights))
+        return min(weights, key=lambda name: (self._score(name, weights[name], key), name))
+
+    def _score(self, name: str, weight: float, key: str) -> float:
         if weight <= 0:
             return math.inf
-        text = "\0".join((self.name, target, key)).encode("utf-8", "surrogatepass")
+        text = "\0".join((self.name, name, key)).encode("utf-8", "surrogatepass")
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 11
         return -math.log((number + 0.5) / 2**53) / weight
 

@@ -25,7 +25,16 @@ from adapter_slots.registry_entries import (
 from adapter_slots.registry_text import Problem, Where
 
 SCHEMA = 1
-TOP_KEYS = ("schema", "adapters", "pools", "aliases", "base_model", "require_signatures", "trusted_keys")
+TOP_KEYS = (
+    "schema",
+    "adapters",
+    "pools",
+    "aliases",
+    "base_model",
+    "require_signatures",
+    "trusted_keys",
+    "last_versions",
+)
 ADAPTER_KEYS = ("versions", "pool", "pinned", "cold", "tenants", "current")
 VERSION_KEYS = ("version", "digest", "path", "base_model", "rank", "target_modules", "created", "signature")
 _WANTED = ("version", "digest", "path")
@@ -223,6 +232,10 @@ def _is_texts(value: Any) -> bool:
     return type(value) is list and all(map(_is_text, value))
 
 
+def _is_counts(value: Any) -> bool:
+    return type(value) is dict and all(_is_text(name) and _is_int(number) for name, number in value.items())
+
+
 def _is_weight(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= 100
 
@@ -231,6 +244,7 @@ _TOP_KINDS: Kinds = {
     "base_model": ("text, name@revision", _is_text),
     "require_signatures": ("true or false", _is_flag),
     "trusted_keys": ("a list of public keys, base64 or paths of PEM files", _is_texts),
+    "last_versions": ("a mapping of names to the highest number each ever gave", _is_counts),
 }
 _ADAPTER_KINDS: Kinds = {
     "pinned": ("true or false", _is_flag),

@@ -46,7 +46,12 @@ def open_service(
     settings = Settings.parse(parameters)
     shape = settings.shape()
     geometry = settings.geometry(shape)
-    registry = Registry(Path(settings.registry))
+    registry = Registry(
+        settings.registry,
+        base_model=settings.base_model,
+        endpoint_url=settings.s3_endpoint_url,
+        refresh_s=settings.registry_refresh_s,
+    )
     machine = SlotMachine(settings.machine(geometry, registry.pools), POLICIES[settings.policy]())
     disk = DiskTier(
         geometry,
@@ -59,6 +64,7 @@ def open_service(
         TritonEngine(settings.engine_url, bind_timeout_s=settings.bind_timeout_s),
         Stores(StoreSettings(endpoint_url=settings.s3_endpoint_url)),
         Limits(settings.to_disk_timeout_s, settings.to_host_timeout_s),
+        lambda: registry.terms,
     )
     state_file = Path(settings.state_file) if settings.state_file else None
     manager = SlotManager(machine, registry, mover, metrics=metrics, state_file=state_file)

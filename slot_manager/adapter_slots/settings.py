@@ -27,9 +27,14 @@ class Settings(Timing):
     engine_dir: str
     """Directory (or config.json) of the engine behind `tensorrt_llm`."""
     registry: str
-    """`adapters.yaml`."""
+    """`adapters.yaml`: a file, or s3://bucket/key."""
     engine_url: str
     """gRPC host:port of the Triton that serves `tensorrt_llm`."""
+    registry_refresh_s: float = 0.0
+    """Look for a changed registry at most this often; 0: every tick for a file, every 10 s in an object store."""
+    base_model: str | None = None
+    """`name@revision` of the base the engine was built from: adapters trained on another one are refused. Without it
+    the registry's `base_model` counts."""
     num_slots: int = 8
     """Adapters in the engine's working set at most."""
     host_bytes: int = 2 * 2**30

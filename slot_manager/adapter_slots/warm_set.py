@@ -18,17 +18,17 @@ log = structlog.get_logger("adapter_slots")
 
 @dataclass(frozen=True, slots=True)
 class WarmSet:
-    """Adapter names; `recent` most recently used first, pinned ones included."""
+    """Adapter names; `recent` most recently used first, pinned ones included; `pinned` those that operators pinned."""
 
     pinned: tuple[str, ...] = ()
     recent: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, adapters: Iterable[Adapter]) -> WarmSet:
-        """The warm set of a machine as it is now."""
+    def of(cls, adapters: Iterable[Adapter], pinned: Iterable[str]) -> WarmSet:
+        """The warm set of a machine as it is now, and operators' pins; the registry has its own."""
         here = [a for a in adapters if a.pinned or a.tier is Tier.SLOT]
         here.sort(key=lambda a: -a.last_used)
-        return cls(tuple(sorted(a.name for a in here if a.pinned)), tuple(a.name for a in here))
+        return cls(tuple(sorted(pinned)), tuple(a.name for a in here))
 
 
 def load(file: Path) -> WarmSet:
