@@ -81,7 +81,7 @@ def test_wheel_has_the_model_repository_and_the_examples(wheel: Path) -> None:
         files = [path.relative_to(source) for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"]
         assert files
         assert {PurePosixPath("lora_slots", target, *path.parts) for path in files} <= packed
-    assert PurePosixPath("lora_slots/_examples/styles.py") in packed
+    assert {PurePosixPath("lora_slots/_examples", name) for name in ("styles.py", "client.py")} <= packed
 
 
 def test_wheel_has_no_litter(wheel: Path) -> None:

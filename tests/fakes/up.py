@@ -33,10 +33,11 @@ def lora_slots(*arguments: str, **environment: str) -> subprocess.CompletedProce
 class Running:
     """`lora-slots up` in the background, its output line by line."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, command: str = COMMAND, cwd: Path | None = None, **environment: str) -> None:
         # a group of its own: a signal to it must not reach pytest
         self.process = subprocess.Popen(
-            [COMMAND, "up", *arguments],
+            [command, "up", *arguments],
+            cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -90,6 +91,7 @@ def nothing_left(temporary: Path) -> Iterator[None]:
         for running in _STARTED:
             if running.process.poll() is None:  # of a test that failed
                 running.process.kill()
+            if running.process.stdout and not running.process.stdout.closed:
                 running.process.communicate()
         _STARTED.clear()
     clock = threading.Event()
