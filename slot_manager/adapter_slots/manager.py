@@ -148,7 +148,7 @@ class SlotManager:
     def acquire(
         self, name: str | Entry, lease: str, owner: Owner, *, wait_s: float, hold_s: float, waits: bool = True
     ) -> None:
-        """Ask for an adapter, by name or as `resolve` found it. `owner` hears of it once.
+        """Ask for an adapter, as `resolve` found it or by name (an alias': its heaviest target). `owner` hears once.
 
         A resident adapter is granted before this returns. With `waits` false a cold adapter is refused at once
         (AdapterCold) and warmed meanwhile.
@@ -156,7 +156,7 @@ class SlotManager:
         Raises:
             SlotError: unknown adapter, a bundle that does not fit, a lease id that is running, a closing manager.
         """
-        digest = self._known(name if isinstance(name, Entry) else self.resolve(name))
+        digest = self._known(name if isinstance(name, Entry) else self._catalog.resolve(name))
         now = self._clock()
         self._post(Acquired(digest, lease, now + wait_s, hold_s, waits), owner=(lease, owner))
 

@@ -34,6 +34,10 @@ class Arguments:
             raise BadRequest(f"op_args needs {key!r}, a text{_found(value)}")
         return value
 
+    def optional(self, key: str) -> str | None:
+        """A text that need not be there."""
+        return self.text(key) if self._values.get(key) is not None else None
+
     def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
         """One of some words."""
         value = self._values.get(key, default)

@@ -18,6 +18,7 @@ from adapter_slots.events import Grant
 from adapter_slots.manager import Owner, SlotManager
 from adapter_slots.operations import OPERATIONS, Arguments
 from adapter_slots.ports import Clock
+from adapter_slots.registry import Entry
 from trtllm_lora.request_rules import RequestLimits, problems
 
 FIRST_TOKEN_S = 30.0
@@ -98,6 +99,7 @@ class Router:
             if found := problems(numbers, prompt_len, self._limits):
                 # the engine would say the same, but an engine's error ends no lease: postprocessing never hears of it
                 raise BadRequest("; ".join(found))
+            entry = self._manager.resolve(name, _session(incoming.parameters) or incoming.request_id or None)
             new_tokens = self._limits.new_tokens(prompt_len, int(numbers.get("request_output_len", 0)))
             sequences = int(numbers.get("num_return_sequences", 1))
             lease = _client_lease(incoming.request_id) if incoming.request_id else f"anonymous:{next(self._numbers)}"
@@ -108,12 +110,12 @@ class Router:
                 incoming.forward(grant.task_id)
 
             self._manager.acquire(
-                name,
+                entry,
                 lease,
                 Owner(granted, incoming.fail, lambda: self._forget(lease)),
                 wait_s=self._wait_s,
                 hold_s=self._hold_s(new_tokens, reported=bool(incoming.request_id)),
-                waits=self._waits(str(incoming.parameters.get("cold", ""))),
+                waits=self._waits(str(incoming.parameters.get("cold", "")), entry),
             )
         except SlotError as error:
             incoming.fail(error)
@@ -199,16 +201,18 @@ class Router:
         # nobody will report the end: hold about as long as the answer takes
         return ANONYMOUS_MARGIN_S + 1.5 * generation_s
 
-    def _waits(self, cold: str) -> bool:
-        policy = cold or self._cold
-        if policy not in ("wait", "fail"):
-            raise BadRequest(f"cold policy {policy[:20]!r}: an ensemble's request can 'wait' or 'fail'")
-        return policy == "wait"
+    def _waits(self, cold: str, entry: Entry) -> bool:
+        """By the request's own policy, else the adapter's. Its `base` is `fail` here: an answer could not be marked."""
+        if cold not in ("", "wait", "fail"):
+            raise BadRequest(f"cold policy {cold[:20]!r}: an ensemble's request can 'wait' or 'fail'")
+        return (cold or entry.cold or self._cold) == "wait"
 
     def _lease(self, values: Arguments, reply: Reply, fail: Fail, gone: Gone) -> None:
         """The direct door: a lease for a client that talks to `tensorrt_llm` itself and reports the end by `end`."""
-        adapter, lease = values.text("adapter"), _client_lease(values.text("request_id"))
-        cold = values.choice("cold", COLD, self._cold)
+        request_id = values.text("request_id")
+        entry = self._manager.resolve(values.text("adapter"), values.optional("session") or request_id)
+        lease = _client_lease(request_id)
+        cold = values.choice("cold", COLD, entry.cold or self._cold)
         wait_s = values.number("wait_s", self._wait_s)
         new_tokens = self._limits.new_tokens(0, values.count("max_tokens", 0))
 
@@ -218,7 +222,8 @@ class Router:
                 return
             self._running[lease] = _Running(self._clock(), 1)
             found = {"found_in": grant.found_in.name, "waited_s": grant.waited_s}
-            reply({"task_id": grant.task_id, "digest": grant.adapter, "base": False, **found})
+            chosen = {"adapter": entry.name, "version": entry.version}
+            reply({"task_id": grant.task_id, "digest": grant.adapter, "base": False, **chosen, **found})
 
         def refused(error: SlotError) -> None:
             if cold == "base" and isinstance(error, AdapterCold):
@@ -227,7 +232,7 @@ class Router:
                 fail(error)
 
         self._manager.acquire(
-            adapter,
+            entry,
             lease,
             Owner(granted, refused, lambda: self._forget(lease)),
             wait_s=wait_s,
@@ -248,6 +253,12 @@ class Router:
 def _client_lease(request_id: str) -> str:
     """The lease of a client's request; no id a client chooses can name a lease of the router's own."""
     return f"request:{request_id}"
+
+
+def _session(parameters: Mapping[str, Any]) -> str:
+    """The request parameter `session`, by which an alias is sticky; "" if there is none."""
+    session = parameters.get("session")
+    return "" if session is None else str(session)
 
 
 def _means_adapter(field: str) -> bool:
