@@ -12,6 +12,7 @@ from pathlib import Path
 
 from adapter_slots.metrics import FAMILIES
 from adapter_slots.transitions import TRANSITIONS
+from trtllm_lora.profile_rules import RULES
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -37,7 +38,20 @@ def slot_states() -> str:
     return "\n".join(lines)
 
 
-GENERATED = {("docs/metrics.md", "metrics"): metrics_table, ("docs/slot-states.md", "states"): slot_states}
+def profile_rules() -> str:
+    """The rules of an engine profile: `trtllm_lora.profile_rules`."""
+    rows = ["| rule | a profile has | because |", "| --- | --- | --- |"]
+    for rule in RULES:
+        says = f"(warned of) {rule.says}" if rule.warning else rule.says
+        rows.append(f"| `{rule.name}` | {says} | {rule.why} |")
+    return "\n".join(rows)
+
+
+GENERATED = {
+    ("docs/metrics.md", "metrics"): metrics_table,
+    ("docs/slot-states.md", "states"): slot_states,
+    ("docs/engines.md", "profile rules"): profile_rules,
+}
 """(document, marker) -> what stands between the marker's two comments."""
 
 

@@ -26,11 +26,14 @@ class Problem:
     """What to write instead; "" if the text says it already."""
     warning: bool = False
     """True: it works, but hardly as meant."""
+    rule: str = ""
+    """Name of the rule that is broken; "" where the file itself, or one field alone, is wrong."""
 
     def __str__(self) -> str:
-        """`file:line: where: what; write …`, one line."""
+        """`file:line: where: what; write … [rule]`, one line."""
         place = f"{self.file}:{self.line}: " + (f"{self.where}: " if self.where else "")
-        return place + ("warning: " if self.warning else "") + self.what + (f"; {self.write}" if self.write else "")
+        what = ("warning: " if self.warning else "") + self.what + (f"; {self.write}" if self.write else "")
+        return place + what + (f" [{self.rule}]" if self.rule else "")
 
 
 @dataclass(slots=True)
@@ -49,10 +52,10 @@ class Document:
             where = where[:-1]
         return self.lines.get(where, 1)
 
-    def problem(self, where: Where, what: str, write: str = "", *, warning: bool = False) -> Problem:
+    def problem(self, where: Where, what: str, write: str = "", *, warning: bool = False, rule: str = "") -> Problem:
         """A problem at a place of this document."""
         dotted = ".".join(str(step) for step in where)
-        return Problem(self.file, self.line(where), dotted, what, write, warning)
+        return Problem(self.file, self.line(where), dotted, what, write, warning, rule)
 
 
 def read_yaml(path: Path) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 
 from trtllm_lora import EngineShape
 from trtllm_lora.profile import ProfileError, check_profile, load_profile, schema
+from trtllm_lora.profile_rules import RULES
 from trtllm_lora.yaml_lines import Problem
 
 PROFILES = Path(__file__).parents[2] / "engines" / "profiles"
@@ -25,7 +27,7 @@ def changed(tmp_path: Path, *changes: tuple[str, Any]) -> list[Problem]:
         *way, last = place.split(".")
         section = data
         for step in way:
-            section = section[step]
+            section = section.setdefault(step, {})
         if value is None:
             del section[last]
         else:
@@ -58,89 +60,208 @@ def test_a_profile_says_the_shape_of_its_engine() -> None:
     assert isinstance(shape, EngineShape)
 
 
-@pytest.mark.parametrize(
-    ("change", "where", "says", "write"),
-    [
-        (("lora.modules", ["attn_q", "attn_v"]), "lora.modules", "all enabled or all disabled", "add attn_k"),
-        (("lora.modules", ["attn_q", "attn_k", "v_proj"]), "lora.modules.2", "Hugging Face's name", "write attn_v"),
-        (("lora.modules", ["atn_qkv"]), "lora.modules.0", "no LoRA module atn_qkv", "write attn_qkv"),
-        (("lora.modules", ["mamba_in_proj"]), "lora.modules.0", "only in runtimes without engines", "leave it out"),
-        (("lora.modules", ["mlp_gate", "mlp_gate"]), "lora.modules.1", "listed twice", "leave one"),
-        (("lora.modules", ["moe_router"]), "lora.modules.0", "a model without experts", "leave it out"),
+FEW = ["attn_q", "attn_k", "attn_v"]
+MOE = ("model.num_experts", 8)
+ON_A_CPU = ("runtime", "reference")
+Changes = tuple[tuple[str, Any], ...]
+CASES: list[tuple[str, Changes, str, str, str]] = [
+    # (rule, changes of a good profile, where, what is said, what to write)
+    ("module-name", (("lora.modules", [*FEW, "v_proj"]),), "lora.modules.3", "Hugging Face's name", "write attn_v"),
+    ("module-name", (("lora.modules", ["gate_proj"]),), "lora.modules.0", "Hugging Face's name", "write mlp_h_to_4h"),
+    ("module-name", (("lora.modules", ["atn_qkv"]),), "lora.modules.0", "no LoRA module atn_qkv", "write attn_qkv"),
+    ("module-name", (("lora.modules", ["zz"]),), "lora.modules.0", "no LoRA module zz", "write one of attn_q, attn_k"),
+    ("module-later", (("lora.modules", ["mamba_in_proj"]),), "lora.modules.0", "without engines", "leave it out"),
+    ("module-twice", (("lora.modules", ["mlp_gate", "mlp_gate"]),), "lora.modules.1", "listed twice", "leave one"),
+    ("qkv-together", (("lora.modules", ["attn_q", "attn_v"]),), "lora.modules", "all enabled or all", "add attn_k"),
+    ("dense-input", (("model.head_size", 160),), "lora.modules.3", "32 heads x 160 = 5120", "leave attn_dense out"),
+    (
+        "fused-tp",
+        (("lora.modules", ["attn_qkv"]), ("engine.tensor_parallel", 2)),
+        "lora.modules.0",
+        "attn_qkv with tensor_parallel 2",
+        "write attn_q, attn_k, attn_v",
+    ),
+    (
+        "fused-parts",
+        (("lora.modules", ["mlp_gate", "mlp_gate_up"]),),
+        "lora.modules.1",
+        "beside its own parts",
+        "leave mlp_gate_up out",
+    ),
+    ("moe-modules", (("lora.modules", ["moe_router"]),), "lora.modules.0", "a model without experts", "leave it out"),
+    ("moe-unfinished", (("lora.modules", ["moe_router"]), MOE), "lora.modules.0", "TRTLLM-379", "try it first"),
+    ("cross-attention", (("lora.modules", ["cross_attn_qkv"]),), "lora.modules.0", "encoder-decoder", "leave it out"),
+    ("plugin-dtype", (("lora.plugin_dtype", "float16"),), "lora.plugin_dtype", "tensorrtllm_backend#791", "write auto"),
+    ("rank-multiple", (("lora.max_rank", 60),), "lora.max_rank", "no multiple of 8", "write 64"),
+    ("cache-rank", (("serving.lora_max_rank", 8),), "serving.lora_max_rank", "below lora.max_rank 64", "write 64"),
+    (
+        "cache-rank",
         (
-            ("lora.modules", ["mlp_gate", "mlp_gate_up"]),
-            "lora.modules.1",
-            "beside its own parts",
-            "leave mlp_gate_up out",
+            ("lora.modules", FEW),
+            ("model.num_layers", 1),
+            ("serving.lora_max_rank", 8),
+            ("serving.lora_optimal_rank", 8),
         ),
-        (("lora.modules", ["cross_attn_qkv"]), "lora.modules.0", "encoder-decoder", "leave it out"),
-        (("model.head_size", 160), "lora.modules.3", "attn_dense takes 32 heads x 160 = 5120", "leave attn_dense out"),
-        (("lora.plugin_dtype", "float16"), "lora.plugin_dtype", "tensorrtllm_backend#791", "write auto"),
-        (("engine.quantization", "fp8_rowwise"), "engine.quantization", "#2603", "write fp8, int4_awq or none"),
-        (("engine.quantization", "smoothquant"), "engine.quantization", "#2604", "write fp8, int4_awq or none"),
-        (("engine.kv_cache_type", "disabled"), "engine.kv_cache_type", "#2543", "write paged"),
-        (("engine.kv_cache_type", "continuous"), "engine.kv_cache_type", "tensorrtllm_backend#511", "write paged"),
-        (("engine.tensorrt_llm", "1.3.0"), "engine.tensorrt_llm", "removed after 1.2", "write 1.2.1"),
-        (("engine.tensorrt_llm", "0.20.0"), "engine.tensorrt_llm", "min_length", "write 1.2.1"),
-        (("engine.tensorrt_llm", 1.2), "engine.tensorrt_llm", "read as a number", ""),
-        (("engine.container", "tritonserver:26.08-trtllm-python-py3"), "engine.container", "26.08 has no", "26.07"),
-        (
-            ("engine.container", "tritonserver:26.01-trtllm-python-py3"),
-            "engine.container",
-            "carries TensorRT-LLM 1.1.0",
-            "",
-        ),
-        (
-            ("engine.container", "tritonserver:26.07-py3"),
-            "engine.container",
-            "is not an image",
-            "write tritonserver:26.07",
-        ),
-        (("engine.container", None), "engine", "container is missing", ""),
-        (("model.revision", "main"), "model.revision", "is not a commit", "40 hexadecimal digits"),
-        (("model.num_kv_heads", 5), "model.num_kv_heads", "cannot share 5", "a divisor of 32"),
-        (("engine.tensor_parallel", 16), "engine.tensor_parallel", "heads are doubled", "at most 8"),
-        (("engine.tensor_parallel", 3), "engine.tensor_parallel", "3 does not divide num_heads", "a divisor"),
-        (("engine.pipeline_parallel", 3), "engine.pipeline_parallel", "3 does not divide num_layers 32", "a divisor"),
-        (("engine.max_seq_len", 200000), "engine.max_seq_len", "exceeds the model's max_positions", "at most 131072"),
-        (("engine.max_input_len", 8192), "engine.max_input_len", "leaves no token", "write less"),
-        (("engine.max_num_tokens", 8), "engine.max_num_tokens", "less than one token for each", "at least 64"),
-        (("serving.lora_max_rank", 8), "serving.lora_max_rank", "is below lora.max_rank 64", "write 64"),
-        (("serving.lora_host_memory", 1000), "serving.lora_host_memory", "Not enough space allocated to host", "MiB"),
-        (("serving.lora_host_memory", "4 apples"), "serving.lora_host_memory", "is not a size: write 4GiB", ""),
-        (("serving.slot", 3), "serving.slot", "no such key", "write slots"),
-        (("model.hidden_size", "big"), "model.hidden_size", "valid integer", ""),
-        (("model.vocab_size", None), "model.vocab_size", "is missing", ""),
-        (("name", "A B"), "name", "lower-case letters", ""),
-        (("schema", 2), "schema", "found 2", ""),
-    ],
-)
+        "serving.lora_max_rank",
+        "takes 103 slots of 5120 values while a page has 32, and is written past its page",
+        "write 64",
+    ),
+    (
+        "cache-memory",
+        (("serving.lora_host_memory", "1MiB"),),
+        "serving.lora_host_memory",
+        "would not start: Not enough space allocated to host LoRA cache to hold 1 max sized LoRA 102 < 32768",
+        "write at least 320MiB",
+    ),
+    ("version", (("engine.tensorrt_llm", "1.3.0"),), "engine.tensorrt_llm", "removed after 1.2", "write 1.2.1"),
+    ("version", (("engine.tensorrt_llm", "0.20.0"),), "engine.tensorrt_llm", "min_length", "write 1.2.1"),
+    ("version", (("engine.tensorrt_llm", "newest"),), "engine.tensorrt_llm", "is not a version", "write 1.2.1"),
+    (
+        "container",
+        (("engine.container", "tritonserver:26.08-trtllm-python-py3"),),
+        "engine.container",
+        "26.08 has no",
+        "26.07",
+    ),
+    (
+        "container",
+        (("engine.container", "tritonserver:26.01-trtllm-python-py3"),),
+        "engine.container",
+        "carries TensorRT-LLM 1.1.0",
+        "26.07",
+    ),
+    (
+        "container",
+        (("engine.container", "tritonserver:24.10-trtllm-python-py3"),),
+        "engine.container",
+        "is older than",
+        "26.07",
+    ),
+    (
+        "container",
+        (("engine.container", "tritonserver:26.07-py3"),),
+        "engine.container",
+        "is not an image",
+        "write tritonserver:26.07",
+    ),
+    ("container-missing", (("engine.container", None),), "engine", "container is missing", "write container: "),
+    ("revision", (("model.revision", "main"),), "model.revision", "'main' is not a commit", "40 hexadecimal digits"),
+    ("quantisation", (("engine.quantization", "fp8_rowwise"),), "engine.quantization", "#2603", "write fp8, int4_awq"),
+    ("quantisation", (("engine.quantization", "smoothquant"),), "engine.quantization", "#2604", "write fp8, int4_awq"),
+    (
+        "quantised-float32",
+        (("engine.quantization", "fp8"), ("engine.dtype", "float32")),
+        "engine.dtype",
+        "fp8 with float32 activations has no kernels",
+        "write float16 or bfloat16",
+    ),
+    ("kv-cache-type", (("engine.kv_cache_type", "disabled"),), "engine.kv_cache_type", "#2543", "write paged"),
+    ("kv-cache-type", (("engine.kv_cache_type", "continuous"),), "engine.kv_cache_type", "#511", "write paged"),
+    ("kv-heads", (("model.num_kv_heads", 5),), "model.num_kv_heads", "cannot share 5", "a divisor of 32"),
+    (
+        "head-size",
+        (("model.head_size", None), ("model.hidden_size", 4100)),
+        "model.head_size",
+        "no multiple of 32 heads",
+        "write head_size",
+    ),
+    (
+        "tp-divides",
+        (("engine.tensor_parallel", 3),),
+        "engine.tensor_parallel",
+        "does not divide num_heads 32",
+        "a divisor",
+    ),
+    (
+        "tp-divides",
+        (("engine.tensor_parallel", 3),),
+        "engine.tensor_parallel",
+        "does not divide num_kv_heads 8",
+        "a divisor",
+    ),
+    (
+        "tp-divides",
+        (("model.intermediate_size", 14337), ("engine.tensor_parallel", 2)),
+        "engine.tensor_parallel",
+        "does not divide intermediate_size",
+        "a divisor",
+    ),
+    ("tp-kv-heads", (("engine.tensor_parallel", 16),), "engine.tensor_parallel", "heads are doubled", "at most 8"),
+    (
+        "pp-divides",
+        (("engine.pipeline_parallel", 3),),
+        "engine.pipeline_parallel",
+        "3 does not divide num_layers 32",
+        "a divisor",
+    ),
+    (
+        "max-positions",
+        (("engine.max_seq_len", 200000),),
+        "engine.max_seq_len",
+        "exceeds the model's max_positions",
+        "at most 131072",
+    ),
+    (
+        "max-input",
+        (("engine.max_input_len", 8192),),
+        "engine.max_input_len",
+        "leaves no token of 8192",
+        "write at most 8191",
+    ),
+    (
+        "max-tokens",
+        (("engine.max_num_tokens", 8),),
+        "engine.max_num_tokens",
+        "less than one token for each of 64",
+        "at least 64",
+    ),
+    ("reference-ranks", (ON_A_CPU, ("engine.tensor_parallel", 2)), "engine.tensor_parallel", "is one rank", "write 1"),
+    (
+        "reference-quantisation",
+        (ON_A_CPU, ("engine.quantization", "fp8")),
+        "engine.quantization",
+        "does not quantise",
+        "write none",
+    ),
+    (
+        "reference-quantisation",
+        (ON_A_CPU, ("engine.kv_cache_dtype", "int8")),
+        "engine.kv_cache_dtype",
+        "does not quantise",
+        "write auto",
+    ),
+    # no rule: one field alone is wrong
+    ("", (("engine.tensorrt_llm", 1.2),), "engine.tensorrt_llm", "read as a number", ""),
+    ("", (("serving.lora_host_memory", "4 apples"),), "serving.lora_host_memory", "is not a size: write 4GiB", ""),
+    ("", (("serving.slot", 3),), "serving.slot", "no such key", "write slots"),
+    ("", (("model.hidden_size", "big"),), "model.hidden_size", "valid integer", ""),
+    ("", (("model.vocab_size", None),), "model.vocab_size", "is missing", ""),
+    ("", (("name", "A B"),), "name", "lower-case letters", ""),
+    ("", (("schema", 2),), "schema", "found 2", ""),
+]
+
+
+@pytest.mark.parametrize(("rule", "changes", "where", "says", "write"), CASES)
 def test_each_rule_says_where_why_and_what_instead(
-    tmp_path: Path, change: tuple[str, Any], where: str, says: str, write: str
+    tmp_path: Path, rule: str, changes: Changes, where: str, says: str, write: str
 ) -> None:
-    """One wrong value gives one complaint about it, with the reason and the remedy, and no profile."""
-    problems = [problem for problem in changed(tmp_path, change) if problem.where == where]
-    assert problems, changed(tmp_path, change)
-    assert any(says in problem.what and write in problem.write for problem in problems), problems
+    """A wrong value is told by its rule, at its place, with the reason and the remedy; without it nothing is said."""
+    problems = changed(tmp_path, *changes)
+    hits = [p for p in problems if (p.rule, p.where) == (rule, where) and says in p.what and write in p.write]
+    assert len(hits) == 1, problems
+    assert str(hits[0]).startswith(f"{tmp_path / 'profile.yaml'}:{hits[0].line}: {where}: ")
+    refused = check_profile(tmp_path / "profile.yaml")[0] is None
+    assert refused == any(not problem.warning for problem in problems)
 
 
-def test_fused_ids_with_tensor_parallelism_are_refused(tmp_path: Path) -> None:
-    """#8063: a rank takes a contiguous block of the fused rows."""
-    problems = changed(tmp_path, ("lora.modules", ["attn_qkv"]), ("engine.tensor_parallel", 2))
-    assert [(each.where, each.write) for each in problems] == [("lora.modules.0", "write attn_q, attn_k, attn_v")]
-
-
-def test_a_row_larger_than_its_page_is_told(tmp_path: Path) -> None:
-    """A rank the requests may have but the cache was not sized for is written past its page."""
-    few = ["attn_q", "attn_k", "attn_v"]
-    problems = changed(
-        tmp_path,
-        ("lora.modules", few),
-        ("model.num_layers", 1),
-        ("serving.lora_max_rank", 8),
-        ("serving.lora_optimal_rank", 8),
-    )
-    assert any("written past its page" in problem.what for problem in problems)
+def test_every_documented_rule_is_tried() -> None:
+    """The table in docs/engines.md has the program's rules, and each has its wrong input above."""
+    page = (PROFILES.parents[1] / "docs" / "engines.md").read_text()
+    table = page.partition("<!-- generated: profile rules -->")[2].partition("<!-- end: profile rules -->")[0]
+    documented = re.findall(r"^\| `([a-z0-9-]+)` \|", table, re.MULTILINE)
+    assert documented == [rule.name for rule in RULES]
+    assert len(documented) == len(set(documented))
+    assert {rule for rule, *_ in CASES if rule} == set(documented)
 
 
 def test_warnings_do_not_refuse(tmp_path: Path) -> None:
