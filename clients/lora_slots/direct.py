@@ -32,6 +32,8 @@ class Lease:
     digest: str | None
     found_in: str | None
     waited_s: float
+    ref: str | None = None
+    """`adapter@version`: what was granted where `adapter` is an alias."""
 
 
 class DirectClient(Client):
@@ -77,7 +79,7 @@ class DirectClient(Client):
                 except ServerError as error:
                     if attempt == 2 or _MISS not in str(error) or adapter is None:
                         raise
-                    self._operator.operate("missed", adapter=adapter)
+                    self._operator.operate("missed", adapter=lease.ref or adapter)
                     continue
                 if first is not None:
                     yield first
@@ -96,7 +98,8 @@ class DirectClient(Client):
             "lease", adapter=adapter, request_id=request_id, max_tokens=max_tokens, cold=cold
         )
         found, waited_s = answer.get("found_in"), float(answer.get("waited_s", 0.0))
-        self.lease = Lease(request_id, adapter, answer["task_id"], answer["digest"], found, waited_s)
+        ref = f"{answer['adapter']}@{answer['version']}" if "version" in answer else None
+        self.lease = Lease(request_id, adapter, answer["task_id"], answer["digest"], found, waited_s, ref)
         return self.lease
 
     def _give_back(self, lease: Lease) -> None:
