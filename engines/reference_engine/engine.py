@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from reference_engine.decoder import Decoder, Floats
 from reference_engine.errors import RequestRefused, executor_failed, fetching
 from reference_engine.kv_blocks import BlockPool
-from reference_engine.lora_checks import check_lora_rows
 from reference_engine.lora_stack import LoraStack
 from reference_engine.lora_store import LoraStore
 from reference_engine.outbox import Listener, Outbox
@@ -88,12 +87,20 @@ class Engine:
 
     def submit(self, request: GenerationRequest, listener: Listener) -> int:
         """Take a request; returns the executor's number for it. The listener hears everything else."""
+        request = self._staged(request)
         with self._wake:
             self._numbers += 1
             number = self._numbers
             self._mail.append(lambda: self._fetch(number, request, listener))
             self._wake.notify()
         return number
+
+    def _staged(self, request: GenerationRequest) -> GenerationRequest:
+        """Copy what a request pushes in the caller's thread: neither the loop nor any stream waits for it."""
+        if self._store is None or request.task is None or request.lora_weights is None or request.lora_config is None:
+            return request
+        staged = self._store.stage(request.task, request.lora_weights, request.lora_config)
+        return dataclasses.replace(request, lora_staged=staged)
 
     def cancel(self, number: int) -> None:
         """End a request; its listener hears a final progress with what there is. Unknown numbers are ignored."""
@@ -160,8 +167,7 @@ class Engine:
         if bound and len(self._waiting) >= bound:
             raise RequestRefused(f"Maximum queue size of {bound} has been reached, please try again later")
         if request.task is not None and self._store is not None:
-            check_lora_rows(request.lora_weights, request.lora_config, self._shape)
-            self._store.admit(request.task, request.lora_weights, request.lora_config)
+            self._store.admit(request.task, request.lora_weights, request.lora_config, request.lora_staged)
         length = len(request.token_ids)
         problem = None
         if length > limits.max_input_len:
@@ -174,7 +180,9 @@ class Engine:
             if request.task is not None and self._store is not None:
                 self._store.release(request.task)
             raise RequestRefused(fetching(problem))
-        return dataclasses.replace(request, max_new_tokens=longest - length, lora_weights=None, lora_config=None)
+        return dataclasses.replace(
+            request, max_new_tokens=longest - length, lora_weights=None, lora_config=None, lora_staged=None
+        )
 
     def _start_waiting(self) -> None:
         """Give places to waiting requests, in order; one that only lacks device pages lets others pass."""

@@ -4,9 +4,9 @@ Attention is `PagedAttentionExtension`, OpenVINO's operator for continuous batch
 values into the sequences' blocks and attends over them. The operator is internal (28 inputs in 2026.4); its use is
 confined to `_attention`, and tests compare every path with transformers.
 
-LoRA at a site: tokens are gathered by adapter into [n, m, in], multiplied with the stacked A [n, in, parts*r] and B
-[n, r, out] of the n adapters in the step, and the deltas are gathered back into token order. Without adapters in the
-step the stack has one adapter of rank 0 and the deltas are zeros.
+LoRA at a site: tokens are gathered by adapter into [n, m, in], multiplied with the stacked A [n, parts*r, in] and B
+[n, out, r] of the n adapters in the step, and the deltas are gathered back into token order; delta 0 is zero, for
+tokens of the base. Without adapters in the step the stack has one adapter of rank 0 and nobody takes its deltas.
 
 Legend: T tokens, H hidden, D head size, S sequences, R rows of logits, V vocabulary.
 """
@@ -125,15 +125,16 @@ class DecoderGraph:
 
     def _delta(self, x: Any, layer: int, site: Site) -> Any:
         num = len(site.parts)
-        a = self._input(f"{layer}.{site.name}.a", [-1, site.d_in, -1])
-        low = ops.matmul(ops.gather(x, self._groups, _ints(0)), a, transpose_a=False, transpose_b=False)
+        a = self._input(f"{layer}.{site.name}.a", [-1, -1, site.d_in])
+        low = ops.matmul(ops.gather(x, self._groups, _ints(0)), a, transpose_a=False, transpose_b=True)
         lows = ops.split(low, _ints(2), num).outputs() if num > 1 else [low]
         outs = []
         for part, (part_low, width) in enumerate(zip(lows, site.widths, strict=True)):
-            b = self._input(f"{layer}.{site.name}.b{part}", [-1, -1, width])
-            outs.append(ops.matmul(part_low, b, transpose_a=False, transpose_b=False))
+            b = self._input(f"{layer}.{site.name}.b{part}", [-1, width, -1])
+            outs.append(ops.matmul(part_low, b, transpose_a=False, transpose_b=True))
         delta = ops.concat(outs, 2) if num > 1 else outs[0]
         flat = ops.reshape(delta, _ints([-1, site.d_out]), special_zero=False)
+        flat = ops.concat([_const(np.zeros((1, site.d_out), np.float32)), flat], 0)
         return ops.gather(flat, self._place, _ints(0))
 
     def _weight(self, name: str) -> Any:

@@ -1,13 +1,15 @@
 """From the adapters' rows in the cache's pages to the stacked matrices of one step.
 
 Rules:
-1. The stack holds exactly the adapters of the step, in places 0 .. n-1; a step with the same adapters changes nothing.
+1. The stack holds exactly the adapters of the step, in places 1 .. n; a step with the same adapters changes nothing.
 2. An adapter that joins is written into the place of one that left, or behind the last; nothing else moves, save that
    the last one fills a hole that stays.
 3. Every site and layer has its own rank, the largest among the held adapters; smaller ones are filled with zeros,
    which is exact. It grows when it must, and shrinks when less than half of it is used.
 4. An id that was evicted and pushed again is another adapter here: what is compared is the stored rows, not the id.
-5. Tokens of the base model in a step with adapters take the place of `BASE`, an adapter of zeros.
+5. Place 0 is the base model: no matrices, a delta of zero (graph.py), a magnitude of one.
+6. Matrices lie as the rows of the pages do, so that writing one is a plain copy, into memory that was written before:
+   the first touch of a page costs more than its bytes.
 
 Legend: n held adapters, I site input, O part output, r rank of the site, P parts of the site.
 """
@@ -20,33 +22,36 @@ import numpy as np
 import numpy.typing as npt
 
 from reference_engine.lora_sites import Site
-from reference_engine.weights import as_float32
+from reference_engine.weights import write_float32
 from trtllm_lora import Row, module_name
+from trtllm_lora.tensors import Array
 
 BASE = None
 """The key of the base model among task ids."""
+_KEPT_RANKS = 8
+"""Memory is kept for ranks so many times as small as those it was made for."""
 
 Floats = npt.NDArray[np.float32]
 _Places = dict[tuple[str, int], dict[str, Row]]
-_NO_ROWS: tuple[Row, ...] = ()
 
 
 class LoraStack:
     """The matrices of the adapters in the running step."""
 
     def __init__(self, sites: Sequence[Site], num_layers: int, capacity: int) -> None:
-        """`capacity` is the largest number of different adapters in a step, the base model's place not counted."""
-        self._sites, self._num_layers, self._capacity = tuple(sites), num_layers, capacity + 1
-        self._order: list[int | None] = []
-        self._rows: dict[int | None, _Places] = {}
-        self._source: dict[int | None, Sequence[Row]] = {}
+        """`capacity` is the largest number of different adapters in a step."""
+        self._sites, self._num_layers, self._capacity = tuple(sites), num_layers, capacity
+        self._order: list[int] = []
+        self._rows: dict[int, _Places] = {}
+        self._source: dict[int, Sequence[Row]] = {}
         self._ranks = {(site.name, layer): 0 for site in sites for layer in range(num_layers)}
+        self._memory: dict[str, Floats] = {}
         self._matrices: dict[str, Floats] = {}
         self._magnitudes: dict[str, Floats] = {}
         self.only_base = True
         """Whether no adapter is in the step: the matrices then have rank 0."""
         self.version = 0
-        """Changes whenever `arrays` would give something else."""
+        """Changes whenever `arrays` would give other arrays; not when other numbers are written into the same."""
 
     @property
     def has_dora(self) -> bool:
@@ -60,27 +65,26 @@ class LoraStack:
 
     @property
     def num_held(self) -> int:
-        """n: places in use."""
-        return 1 if self.only_base else len(self._order)
+        """n: adapters in the step."""
+        return 0 if self.only_base else len(self._order)
 
     def place(self, task: int | None) -> int:
-        """Place of a held task (or of `BASE`)."""
-        return 0 if self.only_base else self._order.index(task)
+        """Place of a held task, 1 .. n; 0 for `BASE`, and for all in an engine without LoRA."""
+        return 0 if task is BASE or self.only_base else 1 + self._order.index(task)
 
     def hold(self, tasks: Sequence[int | None], rows_of: Callable[[int], Sequence[Row]]) -> None:
-        """Make the stack hold exactly these tasks (`BASE` among them if a token of the base is in the step)."""
-        wanted = dict.fromkeys(tasks)
-        only_base = set(wanted) <= {BASE}
-        if only_base != self.only_base:
-            self.only_base = only_base
-            self.version += 1
-        if only_base:
-            return
-        sources = {task: _NO_ROWS if task is BASE else rows_of(task) for task in wanted}
+        """Make the stack hold exactly these tasks (`BASE` among them needs no place)."""
+        wanted, held = dict.fromkeys(task for task in tasks if task is not BASE), self.num_held
+        self.only_base = not wanted
+        if wanted:
+            self._hold(wanted, rows_of)
+        self.version += self.num_held != held
+
+    def _hold(self, wanted: dict[int, None], rows_of: Callable[[int], Sequence[Row]]) -> None:
+        sources = {task: rows_of(task) for task in wanted}
         joining = [task for task, rows in sources.items() if rows is not self._source.get(task)]
         if not joining and len(wanted) == len(self._order):
             return
-        self.version += 1
         for task in joining:
             self._rows[task] = self._by_site(sources[task])
         holes = [place for place, task in enumerate(self._order) if task not in wanted]
@@ -100,7 +104,7 @@ class LoraStack:
         self._source = sources
 
     def arrays(self, *, dora: bool) -> Iterator[tuple[str, Floats]]:
-        """(graph input, array) of every matrix, cut to the n held places; with the magnitudes if `dora`."""
+        """(graph input, array) of every matrix, cut to the n held places; with the n + 1 magnitudes if `dora`."""
         n = self.num_held
         for layer in range(self._num_layers):
             for site in self._sites:
@@ -109,9 +113,9 @@ class LoraStack:
                 name = f"{layer}.{site.name}.magnitude"
                 if dora:
                     table = None if self.only_base else self._magnitudes.get(name)
-                    yield name, np.ones((n, site.d_out), np.float32) if table is None else table[:n]
+                    yield name, np.ones((n + 1, site.d_out), np.float32) if table is None else table[: n + 1]
 
-    def _rank(self, task: int | None, at: tuple[str, int]) -> int:
+    def _rank(self, task: int, at: tuple[str, int]) -> int:
         site = next(s for s in self._sites if s.name == at[0])
         rows = self._rows[task].get(at, {})
         return max(sum(row.rank for module, row in rows.items() if module in (p, site.fused)) for p in site.parts)
@@ -127,76 +131,83 @@ class LoraStack:
 
     def _allocate(self, ranks: dict[tuple[str, int], int]) -> None:
         self._ranks = ranks
-        self._matrices = {
-            name: np.zeros((self._capacity, *shape), np.float32)
-            for layer in range(self._num_layers)
-            for site in self._sites
-            for name, shape in _shapes(site, layer, ranks[site.name, layer])
-        }
+        self.version += 1
+        for layer in range(self._num_layers):
+            for site in self._sites:
+                for name, shape in _shapes(site, layer, ranks[site.name, layer]):
+                    size = self._capacity * shape[0] * shape[1]
+                    memory = self._memory.get(name)
+                    if memory is None or not size <= memory.size <= _KEPT_RANKS * size:
+                        # zeros come from the operating system untouched: only what is written takes memory
+                        memory = self._memory[name] = np.zeros(size, np.float32)
+                    self._matrices[name] = memory[:size].reshape(self._capacity, *shape)
 
-    def _write(self, place: int, task: int | None) -> None:
+    def _write(self, place: int, task: int) -> None:
         for layer in range(self._num_layers):
             for site in self._sites:
                 rows = self._rows[task].get((site.name, layer), {})
                 prefix, rank = f"{layer}.{site.name}", self._ranks[site.name, layer]
-                self._matrices[f"{prefix}.a"][place] = 0
                 for part, module in enumerate(site.parts):
-                    a_IR = self._matrices[f"{prefix}.a"][place, :, part * rank : (part + 1) * rank]
-                    b_RO = self._matrices[f"{prefix}.b{part}"][place]
                     _write_part(
-                        a_IR,
-                        b_RO,
+                        self._matrices[f"{prefix}.a"][place, part * rank : (part + 1) * rank],
+                        self._matrices[f"{prefix}.b{part}"][place],
                         [_part_of(site, part, name, rows[name]) for name in rows if name in (module, site.fused)],
                     )
-                self._write_magnitude(f"{prefix}.magnitude", place, site, rows)
+                self._write_magnitude(f"{prefix}.magnitude", 1 + place, site, rows)
 
     def _write_magnitude(self, name: str, place: int, site: Site, rows: dict[str, Row]) -> None:
         given = {module: row.magnitude_O for module, row in rows.items() if row.magnitude_O is not None}
         if not given and name not in self._magnitudes:
             return
-        table = self._magnitudes.setdefault(name, np.ones((self._capacity, site.d_out), np.float32))
+        if name not in self._magnitudes:
+            self._magnitudes[name] = np.ones((1 + self._capacity, site.d_out), np.float32)
+            self.version += 1
+        table = self._magnitudes[name]
         table[place] = 1
         ends = np.cumsum(site.widths)
         for module, magnitude in given.items():
-            values, begin = as_float32(magnitude), 0
+            begin = 0
             for part in [site.parts.index(module)] if module in site.parts else site.fused_order:
                 width = site.widths[part]
-                table[place, ends[part] - width : ends[part]] = values[begin : begin + width]
+                write_float32(table[place, ends[part] - width : ends[part]], magnitude[begin : begin + width])
                 begin += width
 
-    def _close_holes(self, wanted: dict[int | None, None]) -> None:
-        for place in reversed(range(len(self._order))):
-            if self._order[place] in wanted:
+    def _close_holes(self, wanted: dict[int, None]) -> None:
+        for index in reversed(range(len(self._order))):
+            if self._order[index] in wanted:
                 continue
             last = len(self._order) - 1
-            for table in (*self._matrices.values(), *self._magnitudes.values()):
-                table[place] = table[last]
-            self._order[place] = self._order[last]
+            for matrix in self._matrices.values():
+                matrix[index] = matrix[last]
+            for table in self._magnitudes.values():
+                table[1 + index] = table[1 + last]
+            self._order[index] = self._order[last]
             self._order.pop()
 
 
 def _shapes(site: Site, layer: int, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
     prefix = f"{layer}.{site.name}"
-    yield f"{prefix}.a", (site.d_in, len(site.parts) * rank)
+    yield f"{prefix}.a", (len(site.parts) * rank, site.d_in)
     for part, width in enumerate(site.widths):
-        yield f"{prefix}.b{part}", (rank, width)
+        yield f"{prefix}.b{part}", (width, rank)
 
 
-def _part_of(site: Site, part: int, module: str, row: Row) -> tuple[Floats, Floats]:
+def _part_of(site: Site, part: int, module: str, row: Row) -> tuple[Array, Array]:
     """(A [r, I], B [O, r]) that a row gives to one part of its site."""
-    a, b = as_float32(row.a_RI), as_float32(row.b_OR)
     if module != site.fused:
-        return a, b
+        return row.a_RI, row.b_OR
     before = site.fused_order[: site.fused_order.index(part)]
     begin = sum(site.widths[other] for other in before)
-    return a, b[begin : begin + site.widths[part]]
+    return row.a_RI, row.b_OR[begin : begin + site.widths[part]]
 
 
-def _write_part(a_IR: Floats, b_RO: Floats, parts: list[tuple[Floats, Floats]]) -> None:
+def _write_part(a_RI: Floats, b_OR: Floats, parts: list[tuple[Array, Array]]) -> None:
+    """Put ranks beside ranks; what is left of both matrices is zero."""
     at = 0
     for a, b in parts:
         rank = a.shape[0]
-        a_IR[:, at : at + rank] = a.T
-        b_RO[at : at + rank] = b.T
+        write_float32(a_RI[at : at + rank], a)
+        write_float32(b_OR[:, at : at + rank], b)
         at += rank
-    b_RO[at:] = 0
+    a_RI[at:] = 0
+    b_OR[:, at:] = 0

@@ -1,7 +1,8 @@
 """The engine's LoRA cache with its weights: what was pushed is what is used.
 
 Rules (the accounting is `trtllm_lora.EngineCache`, held to the runtime's recorded traces):
-1. An adapter's rows are copied once into pages of its own, by the runtime's walk: a row never straddles two pages.
+1. An adapter's rows are copied once into pages of its own (lora_pages.py). `stage` does that from any thread, before
+   the loop fetches the request, so that running streams do not wait for it; what turns out not to be needed is let go.
 2. A request makes its task in progress when it is fetched; the last request of a task that ends marks it done.
 3. An id that is resident keeps its weights, whatever comes with the request.
 4. An evicted task's pages are given back at once; a miss is told with the runtime's text, unprefixed.
@@ -14,40 +15,59 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
-
 from reference_engine.errors import RequestRefused, fetching
-from trtllm_lora import MODULE_BY_ID, CacheError, CacheGeometry, EngineCache, GeometryError, Row
-from trtllm_lora.geometry import ceil_div
-from trtllm_lora.modules import local_dims
-from trtllm_lora.tensors import STORAGE, Array, IntArray
+from reference_engine.lora_checks import check_lora_rows
+from reference_engine.lora_pages import PageStore, Stored
+from trtllm_lora import CacheError, CacheGeometry, EngineCache, GeometryError, Row
+from trtllm_lora.tensors import Array, IntArray
 
 _CACHE_FILE = "cpp/tensorrt_llm/runtime/loraCache.cpp"
 
 
 class LoraStore:
-    """Host and device LoRA cache of one engine. Used by the engine's loop only; holds no lock."""
+    """Host and device LoRA cache of one engine. Used by the engine's loop only, `stage` aside; holds no lock."""
 
     def __init__(self, geometry: CacheGeometry, host_pages: int, device_pages: int) -> None:
         self._geometry = geometry
         self.host, self.device = EngineCache(host_pages), EngineCache(device_pages)
-        self._rows: dict[int, tuple[Row, ...]] = {}
+        self._pages = PageStore(geometry)
+        self._stored: dict[int, Stored] = {}
         self._active: Counter[int] = Counter()
 
-    def admit(self, task: int, weights: Array | None, config: IntArray | None) -> None:
+    def stage(self, task: int, weights: Array, config: IntArray) -> Stored | None:
+        """Copy weights (`[rows, width]`) into pages ahead of `admit`; from any thread.
+
+        None if the task seems to be resident, or if `admit` will refuse the weights.
+        """
+        if task in self._stored:
+            return None
+        try:
+            check_lora_rows(weights, config, self._geometry.shape)
+            if self._geometry.pages_for(config.tolist()) > self.device.num_pages:
+                return None
+        except (RequestRefused, GeometryError):
+            return None
+        return self._pages.store(weights, config)
+
+    def admit(self, task: int, weights: Array | None, config: IntArray | None, staged: Stored | None = None) -> None:
         """Make a fetched request's task in progress, storing the weights (`[rows, width]`) if it is not resident.
 
         Raises:
-            RequestRefused: a miss, or no room; with the executor's text.
+            RequestRefused: a miss, no room, or weights that do not fit the engine; with the executor's text.
         """
-        if task not in self.host and (weights is None or config is None):
-            raise RequestRefused(f"LoRA task {task} not found in cache. Please send LoRA weights with request")
-        if task in self.host:
-            self.host.bump(task)
-        else:
-            assert weights is not None and config is not None  # noqa: S101 (told to the type checker)
-            self._put(task, weights, config)
+        if staged is None:
+            check_lora_rows(weights, config, self._geometry.shape)
+        try:
+            if task in self.host:
+                self.host.bump(task)
+            elif weights is None or config is None:
+                raise RequestRefused(f"LoRA task {task} not found in cache. Please send LoRA weights with request")
+            else:
+                self._make_room(task, config)
+                self._stored[task], staged = staged or self._pages.store(weights, config), None
+        finally:
+            if staged is not None:
+                self._give_back(staged)
         self._active[task] += 1
 
     def preload(self, task: int, weights: Array, config: IntArray) -> None:
@@ -58,7 +78,7 @@ class LoraStore:
         """
         pages = self._geometry.pages_for(config.tolist())
         self.host.put(task, pages)
-        self._rows[task] = self._store(weights, config)
+        self._stored[task] = self._pages.store(weights, config)
 
     def release(self, task: int) -> None:
         """A request of the task ended, however it ended."""
@@ -81,9 +101,9 @@ class LoraStore:
 
     def rows(self, task: int) -> tuple[Row, ...]:
         """The rows of a resident task, as views of its pages."""
-        return self._rows[task]
+        return self._stored[task].rows
 
-    def _put(self, task: int, weights: Array, config: IntArray) -> None:
+    def _make_room(self, task: int, config: IntArray) -> None:
         try:
             pages = self._geometry.pages_for(config.tolist())
             if pages > self.device.num_pages:
@@ -99,38 +119,13 @@ class LoraStore:
         except GeometryError as error:
             raise RequestRefused(_not_stored(task, str(error))) from None
         self._forget(evicted)
-        self._rows[task] = self._store(weights, config)
 
     def _forget(self, tasks: Iterable[int]) -> None:
         for task in tasks:
-            del self._rows[task]
+            self._give_back(self._stored.pop(task))
 
-    def _store(self, weights: Array, config: IntArray) -> tuple[Row, ...]:
-        """Copy rows into fresh pages and return views of them."""
-        geometry = self._geometry
-        kind = STORAGE[geometry.shape.dtype]
-        size = geometry.slots_per_page * geometry.page_width
-        # zeros of this size come from the operating system untouched: only what is written takes memory
-        page, used, rows = np.zeros(size, kind), 0, []
-        for values, entry in zip(weights, config.tolist(), strict=True):
-            module_id, layer, rank = entry[:3]
-            d_in, d_out = local_dims(MODULE_BY_ID[module_id].name, geometry.shape)
-            ends = rank * d_in, rank * (d_in + d_out)
-            total = ends[1] + (d_out if len(entry) > 3 and entry[3] else 0)
-            slots = ceil_div(total, geometry.page_width)
-            if used + slots > geometry.slots_per_page:
-                page, used = np.zeros(size, kind), 0
-            begin = used * geometry.page_width
-            view = page[begin : begin + total]
-            view[:] = values[:total]
-            used += slots
-            rows.append(_row(module_id, layer, view, rank, ends))
-        return tuple(rows)
-
-
-def _row(module_id: int, layer: int, view: npt.NDArray[np.generic], rank: int, ends: tuple[int, int]) -> Row:
-    a, b = view[: ends[0]].reshape(rank, -1), view[ends[0] : ends[1]].reshape(-1, rank)
-    return Row(module_id, layer, a, b, view[ends[1] :] if view.size > ends[1] else None)
+    def _give_back(self, stored: Stored) -> None:
+        self._pages.give_back(stored, self.host.free_pages)
 
 
 def _not_stored(task: int, cause: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from reference_engine.lora_pages import Stored
 from reference_engine.sampling import Sampling, Words
 from trtllm_lora.tensors import Array, IntArray
 
@@ -25,6 +26,8 @@ class GenerationRequest:
     """[rows, width], as pushed with the request."""
     lora_config: IntArray | None = None
     """[rows, 3 or 4]."""
+    lora_staged: Stored | None = None
+    """The same weights, copied into pages already."""
     wants_log_probs: bool = False
     wants_context_logits: bool = False
     wants_generation_logits: bool = False

@@ -48,6 +48,14 @@ def as_float32(array: Array) -> npt.NDArray[np.float32]:
     return np.asarray(array, np.float32)
 
 
+def write_float32(target: npt.NDArray[np.float32], array: Array) -> None:
+    """Write any stored array as float32 into one of its shape, in one pass."""
+    if array.dtype == np.uint16:
+        np.left_shift(array, 16, out=target.view(np.uint32), dtype=np.uint32)
+    else:
+        target[...] = array
+
+
 def as_kind(array: Array, kind: str) -> Array:
     """A stored array in another safetensors type; float32 to bfloat16 rounds to nearest, ties to even."""
     if array.dtype == TYPES[kind]:
