@@ -12,14 +12,13 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from adapter_slots import warm_set
 from adapter_slots.catalog import Catalog
 from adapter_slots.errors import (
     BadRequest,
@@ -52,8 +51,9 @@ from adapter_slots.events import (
     Unpinned,
     Warmed,
 )
+from adapter_slots.loop_thread import LoopThread
 from adapter_slots.machine import SlotMachine
-from adapter_slots.metrics import LORA_INFO, Metrics, deliver
+from adapter_slots.metrics import Metrics, Publisher
 from adapter_slots.mover import Mover
 from adapter_slots.pins import Pins
 from adapter_slots.ports import Clock, MetricSink
@@ -61,7 +61,7 @@ from adapter_slots.refusals import refused_event, refused_lease
 from adapter_slots.registry import Entry, Registry
 from adapter_slots.registry_watch import RegistryWatch
 from adapter_slots.status import explain, status_of
-from adapter_slots.warm_set import WarmSet
+from adapter_slots.warm_set import WarmSet, WarmSetFile
 
 log = structlog.get_logger("adapter_slots")
 
@@ -98,29 +98,24 @@ class SlotManager:
         self._pins = Pins()
         self._watch = RegistryWatch(registry, self._catalog, self._pins, self)
         self._looking = False
-        self._sink = metrics
-        self._state_file = state_file
-        self._saved = WarmSet()
+        self._publisher = Publisher(metrics) if metrics is not None else None
+        self._warm_set = WarmSetFile(state_file)
         self._restoring = state_file is not None or any(entry.pinned for entry in registry.entries.values())
         self._clock = clock
         self._metrics = Metrics()
-        self._info: Mapping[str, str] = {}
         self._lock = threading.Lock()
         self._owners: dict[str, Owner] = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="adapter-slots", daemon=True)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._armed: tuple[float, asyncio.TimerHandle] | None = None
+        self._loop = LoopThread("adapter-slots", clock, self._on_timer)
         self._closing = False
 
     # --- life
 
     def start(self) -> None:
         """Start the event loop's thread."""
-        self._thread.start()
-        self._loop.call_soon_threadsafe(self._housekeeping)
+        self._loop.start()
+        self._loop.every(self._machine.config.tick_s, self._housekeeping)
         if self._restoring:
-            self._spawn(self._restore())
+            self._loop.spawn(self._restore())
 
     def close(self) -> None:
         """Refuse what waits, stop moves, free shared memory; returns when the loop has ended."""
@@ -131,9 +126,7 @@ class SlotManager:
             waiting = [owner for lease, owner in self._owners.items() if not self._machine.leases[lease].granted]
         for owner in waiting:
             owner.refused(Draining("the slot manager is stopping"))
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(timeout=30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=30)
+        self._loop.stop(self._mover.close())
 
     # --- leases
 
@@ -245,7 +238,7 @@ class SlotManager:
             self._metrics.observe(event, effects, self._machine)
             for effect in effects:
                 self._carry_out(effect, told)
-            self._rearm(self._machine.next_deadline())
+            self._loop.rearm(self._machine.next_deadline())
         for someone, effect in told:
             if isinstance(effect, Grant):
                 someone.granted(effect)
@@ -268,21 +261,13 @@ class SlotManager:
                 told.append((self._owners.pop(lease), effect))
                 self._log(log.warning, "lease reaped", adapter, lease=lease)
             case Promote(adapter=adapter, tier=tier):
-                self._spawn(self._promote(adapter, tier))
+                self._loop.spawn(self._promote(adapter, tier))
             case Touch(adapter=adapter):
-                self._spawn(self._touch(adapter))
+                self._loop.spawn(self._touch(adapter))
             case Evict(adapter=adapter, tier=tier, reason=reason):
                 self._log(log.info, "evicted", adapter, tier=tier.name, reason=reason.value)
                 if tier is Tier.HOST:
-                    self._spawn(self._mover.leave_host(adapter))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        def begin() -> None:
-            task = self._loop.create_task(work)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        self._loop.call_soon_threadsafe(begin)
+                    self._loop.spawn(self._mover.leave_host(adapter))
 
     # --- effects
 
@@ -308,7 +293,7 @@ class SlotManager:
 
     async def _restore(self) -> None:
         """Bring back what was in slots before the restart, as soon as the engine answers."""
-        saved = await asyncio.to_thread(warm_set.load, self._state_file) if self._state_file else WarmSet()
+        saved = await asyncio.to_thread(self._warm_set.load)
         while not await self._mover.engine_ready():
             await asyncio.sleep(0.1)
         self._watch.repin()
@@ -327,44 +312,26 @@ class SlotManager:
 
     # --- time
 
-    def _rearm(self, deadline: float | None) -> None:
-        if deadline is not None and (self._armed is None or deadline < self._armed[0]):
-            self._loop.call_soon_threadsafe(self._arm, deadline)
-
-    def _arm(self, deadline: float) -> None:
-        if self._armed is not None:
-            if self._armed[0] <= deadline:
-                return
-            self._armed[1].cancel()
-        delay = max(0.0, deadline - self._clock())
-        self._armed = (deadline, self._loop.call_later(delay, self._on_timer))
-
     def _on_timer(self) -> None:
-        self._armed = None
         self._post_quietly(Ticked())
         with self._lock:
-            self._rearm(self._machine.next_deadline())
+            self._loop.rearm(self._machine.next_deadline())
 
     def _housekeeping(self) -> None:
         """Once a tick, whatever the machine does: registry, metrics."""
-        if not self._closing:
-            self._loop.call_later(
-                self._machine.config.tick_s, self._housekeeping
-            )  # first: an error below ends no more than this one
         self._watch.turn()
         if not self._looking and not self._closing and self._watch.is_due(self._clock()):
             self._looking = True
-            self._spawn(self._look())
-        self._save_warm_set()
-        if self._sink is not None:
+            self._loop.spawn(self._look())
+        if not self._restoring:
             with self._lock:
-                self._metrics.measure(self._machine)
-                sums, gauges = self._metrics.take()
-                info = self._metrics.lora_info(self._machine)
-            deliver(self._sink, sums, gauges)
-            if info != self._info:
-                self._info = info
-                self._sink.only(LORA_INFO, info).set(time.time())
+                warm = WarmSet.of(self._machine.adapters.values(), self._pins.operator)
+            if self._warm_set.is_new(warm):
+                self._loop.spawn(asyncio.to_thread(self._warm_set.save, warm))
+        if self._publisher is not None:
+            with self._lock:
+                found = self._metrics.take(self._machine)
+            self._publisher.publish(found, time.time())
 
     async def _look(self) -> None:
         """Read the registry in a thread: thousands of entries take seconds, and requests are served meanwhile."""
@@ -374,15 +341,6 @@ class SlotManager:
             self._watch.tell_problem()
         finally:
             self._looking = False
-
-    def _save_warm_set(self) -> None:
-        if self._state_file is None or self._restoring:
-            return
-        with self._lock:
-            warm = WarmSet.of(self._machine.adapters.values(), self._pins.operator)
-        if warm != self._saved:
-            self._saved = warm
-            self._loop.run_in_executor(None, warm_set.save, self._state_file, warm)
 
     # --- small things
 
@@ -420,15 +378,3 @@ class SlotManager:
             self._post(event)
         except SlotError as error:
             log.debug("event not taken", event_type=type(event).__name__, why=str(error))
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.close()
-
-    async def _stop(self) -> None:
-        running = list(self._tasks)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await self._mover.close()

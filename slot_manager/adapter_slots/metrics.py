@@ -71,12 +71,21 @@ LORA_INFO = "vllm:lora_requests_info"
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is to publish at one moment."""
+
+    sums: Mapping[Key, float]
+    gauges: Mapping[Key, float]
+    lora_info: Mapping[str, str]
+    """Labels of LORA_INFO: adapters with running requests, adapters waited for, slots."""
+
+
 class Metrics:
-    """Sums since the last flush. Call `observe` under the manager's lock, `flush` from its timer."""
+    """Sums since the last `take`. Call everything under the manager's lock."""
 
     def __init__(self) -> None:
         self._sums: Counter[Key] = Counter()
-        self._gauges: dict[Key, float] = {}
         self._labels: set[str] = set()
 
     def observe(self, event: Event, effects: list[Effect], machine: SlotMachine) -> None:
@@ -116,43 +125,51 @@ class Metrics:
             return name
         return "other"
 
-    def measure(self, machine: SlotMachine) -> None:
-        """Read the gauges off the machine."""
-        tiers = Counter(adapter.tier for adapter in machine.adapters.values())
-        for tier in Tier:
-            self._gauge("lora_slots_adapters", tiers[tier], tier=tier.name)
-        running = sum(lease.granted for lease in machine.leases.values())
-        self._gauge("lora_slots_leases", running, state="running")
-        self._gauge("lora_slots_leases", len(machine.leases) - running, state="waiting")
-        self._gauge("lora_slots_slots", machine.config.num_slots)
-        self._gauge("lora_slots_pinned", sum(adapter.pinned for adapter in machine.adapters.values()))
-        self._gauge("lora_slots_cache_pages_free", machine.mirror.free_pages)
-
-    def lora_info(self, machine: SlotMachine) -> Mapping[str, str]:
-        """Labels of LORA_INFO: adapters with running requests, adapters waited for, slots."""
-        running = sorted(a.name for a in machine.adapters.values() if a.leases)[:MAX_LABELS]
-        waiting = sorted(a.name for a in machine.adapters.values() if a.waiting)[:MAX_LABELS]
-        return {
-            "max_lora": str(machine.config.num_slots),
-            "running_lora_adapters": ",".join(running),
-            "waiting_lora_adapters": ",".join(waiting),
-        }
-
-    def take(self) -> tuple[Mapping[Key, float], Mapping[Key, float]]:
-        """(sums since the last call, gauges): hand them to `deliver` outside the lock."""
+    def take(self, machine: SlotMachine) -> Found:
+        """Sums since the last call, and the gauges as they are: hand them to a Publisher outside the lock."""
         sums, self._sums = self._sums, Counter()
-        return sums, dict(self._gauges)
+        return Found(sums, _gauges(machine), _lora_info(machine))
 
     def _add(self, name: str, value: float = 1, **labels: str) -> None:
         self._sums[name, tuple(sorted(labels.items()))] += value  # type: ignore[assignment]
 
-    def _gauge(self, name: str, value: float, **labels: str) -> None:
-        self._gauges[name, tuple(sorted(labels.items()))] = value
+
+def _gauges(machine: SlotMachine) -> Mapping[Key, float]:
+    tiers = Counter(adapter.tier for adapter in machine.adapters.values())
+    running = sum(lease.granted for lease in machine.leases.values())
+    return {
+        **{("lora_slots_adapters", (("tier", tier.name),)): tiers[tier] for tier in Tier},
+        ("lora_slots_leases", (("state", "running"),)): running,
+        ("lora_slots_leases", (("state", "waiting"),)): len(machine.leases) - running,
+        ("lora_slots_slots", ()): machine.config.num_slots,
+        ("lora_slots_pinned", ()): sum(adapter.pinned for adapter in machine.adapters.values()),
+        ("lora_slots_cache_pages_free", ()): machine.mirror.free_pages,
+    }
 
 
-def deliver(sink: MetricSink, sums: Mapping[Key, float], gauges: Mapping[Key, float]) -> None:
-    """Hand values to a sink."""
-    for (name, labels), value in sums.items():
-        sink.series(name, dict(labels)).increment(value)
-    for (name, labels), value in gauges.items():
-        sink.series(name, dict(labels)).set(value)
+def _lora_info(machine: SlotMachine) -> Mapping[str, str]:
+    running = sorted(a.name for a in machine.adapters.values() if a.leases)[:MAX_LABELS]
+    waiting = sorted(a.name for a in machine.adapters.values() if a.waiting)[:MAX_LABELS]
+    return {
+        "max_lora": str(machine.config.num_slots),
+        "running_lora_adapters": ",".join(running),
+        "waiting_lora_adapters": ",".join(waiting),
+    }
+
+
+class Publisher:
+    """Hands what was found to a sink."""
+
+    def __init__(self, sink: MetricSink) -> None:
+        self._sink = sink
+        self._info: Mapping[str, str] = {}
+
+    def publish(self, found: Found, unix_s: float) -> None:
+        """Add the sums, set the gauges; LORA_INFO has a new series, worth the time, when its labels change."""
+        for (name, labels), value in found.sums.items():
+            self._sink.series(name, dict(labels)).increment(value)
+        for (name, labels), value in found.gauges.items():
+            self._sink.series(name, dict(labels)).set(value)
+        if found.lora_info != self._info:
+            self._info = found.lora_info
+            self._sink.only(LORA_INFO, found.lora_info).set(unix_s)

@@ -1,4 +1,4 @@
-"""Operations of `lora_router`: an `op` and its JSON arguments -> what operators, the direct door and postprocessing ask.
+"""Operations of `lora_router`: an `op` and its JSON arguments, as operators and our own models give them.
 
 Every wrong argument is a BadRequest that names the argument, what was found and what would be right.
 """
