@@ -62,4 +62,4 @@ def gateway(
         base_name=base_name,
         cors_origins=tuple(cors_origin or ()),
     )
-    uvloop.run(serve(settings))
+    uvloop.run(serve(settings, typer.echo))

@@ -12,17 +12,22 @@ import asyncio
 import json
 import struct
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
+from grpclib.client import Channel
+from grpclib.config import Configuration
+from grpclib.const import Cardinality
+from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
+from h2.exceptions import H2Error
 from numpy.typing import NDArray
 
 from lora_slots.client import ROUTER, server_error
 from lora_slots.direct import ENGINE, Lease
-from lora_slots.errors import ServerError
+from lora_slots.errors import ServerError, UsageError
 
 log = structlog.get_logger("lora_slots.gateway")
 
@@ -46,10 +51,9 @@ INPUTS: Mapping[str, str] = {
 }
 """Engine inputs of one value, and their Triton type."""
 _FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
-CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-)
+WINDOWS = Configuration(http2_connection_window_size=2**31 - 1, http2_stream_window_size=2**20)
+"""A client that does not read holds up its own stream, after a megabyte of tokens, and never the whole connection."""
+_SERVICE = "/inference.GRPCInferenceService"
 
 
 class Piece(NamedTuple):
@@ -65,41 +69,41 @@ class Door:
     """One connection to a Triton, for any number of requests of one event loop."""
 
     def __init__(self, url: str) -> None:
-        """`url` is host:port of Triton's gRPC door. Call it inside of the event loop; nothing is sent yet."""
-        import grpc.aio
-        from tritonclient.grpc import service_pb2, service_pb2_grpc
+        """`url` is host:port of Triton's gRPC door. Call it inside of the event loop; nothing is sent yet.
 
+        Raises:
+            UsageError: another form of `url`.
+        """
+        from tritonclient.grpc import service_pb2
+
+        host, _, port = url.rpartition(":")
+        if not host or not port.isdigit():
+            raise UsageError(f"--url {url}: host:port of Triton's gRPC door expected")
         self.url = url
         self._wire = service_pb2
-        self._channel = grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS)
-        # tritonclient's own aio client cannot ask for the empty final response, without which a stream that ends with
-        # nothing never ends; its generated stubs can
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._rpc_error, self._end_of_stream = grpc.aio.AioRpcError, grpc.aio.EOF  # type: ignore[attr-defined]
+        self._channel = Channel(host.strip("[]"), int(port), config=WINDOWS)
         self._ends: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Wait for leases that are being given back, then close the connection."""
         if self._ends:
             await asyncio.wait(self._ends, timeout=5)
-        await self._channel.close(None)
+        self._channel.close()
 
     async def ready(self) -> bool:
         """Whether the engine and the router say that they are ready."""
         try:
             for model in (ENGINE, ROUTER):
-                if not (await self._stub.ModelReady(self._wire.ModelReadyRequest(name=model), timeout=5)).ready:
+                answer = await self._call("ModelReady", self._wire.ModelReadyRequest(name=model), timeout=5)
+                if not answer.ready:
                     return False
-        except self._rpc_error:
+        except ServerError:
             return False
         return True
 
     async def parameters(self, model: str) -> Mapping[str, str]:
         """A model's parameters. Raises ServerError."""
-        try:
-            answer = await self._stub.ModelConfig(self._wire.ModelConfigRequest(name=model), timeout=30)
-        except self._rpc_error as error:
-            raise self._broken(error) from None
+        answer = await self._call("ModelConfig", self._wire.ModelConfigRequest(name=model), timeout=30)
         return {key: value.string_value for key, value in answer.config.parameters.items()}
 
     async def operate(self, op: str, **arguments: Any) -> dict[str, Any]:
@@ -182,26 +186,44 @@ class Door:
                 yield read_piece(response)
 
     async def _stream(self, request: Any) -> AsyncGenerator[Any, None]:
-        call = self._stub.ModelStreamInfer()
-        try:
-            await call.write(request)
-            await call.done_writing()
-            while (answer := await call.read()) is not self._end_of_stream:
-                if answer.error_message:
-                    raise server_error(Exception(answer.error_message), self.url)
-                response = answer.infer_response
-                if response.raw_output_contents:
-                    yield response
-                if response.parameters["triton_final_response"].bool_param:
-                    return
-            raise ServerError("the server ended the stream too early", code="UNAVAILABLE")
-        except self._rpc_error as error:
-            raise self._broken(error) from None
-        finally:
-            call.cancel()
+        kinds = (self._wire.ModelInferRequest, self._wire.ModelStreamInferResponse)
+        with self._telling():
+            async with self._channel.request(
+                f"{_SERVICE}/ModelStreamInfer", Cardinality.STREAM_STREAM, *kinds
+            ) as stream:
+                await stream.send_message(request, end=True)
+                final = False
+                while not final:  # leaving early resets the stream, which is a cancel
+                    answer = await stream.recv_message()
+                    if answer is None:
+                        raise ServerError("the server ended the stream too early", code="UNAVAILABLE")
+                    if answer.error_message:
+                        raise server_error(Exception(answer.error_message), self.url)
+                    response = answer.infer_response
+                    if response.raw_output_contents:
+                        yield response
+                    final = response.parameters["triton_final_response"].bool_param
 
-    def _broken(self, error: Any) -> ServerError:
-        return server_error(Exception(f"[StatusCode.{error.code().name}] {error.details()}"), self.url)
+    async def _call(self, method: str, request: Any, *, timeout: float) -> Any:
+        kinds = (type(request), getattr(self._wire, f"{method}Response"))
+        with self._telling():
+            async with self._channel.request(
+                f"{_SERVICE}/{method}", Cardinality.UNARY_UNARY, *kinds, timeout=timeout
+            ) as stream:
+                await stream.send_message(request, end=True)
+                return await stream.recv_message()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Turn what gRPC raises into ServerError."""
+        try:
+            yield
+        except GRPCError as error:
+            raise server_error(Exception(f"[StatusCode.{error.status.name}] {error.message}"), self.url) from None
+        except TimeoutError:
+            raise ServerError(f"{self.url} does not answer", code="UNAVAILABLE") from None
+        except (StreamTerminatedError, ProtocolError, H2Error, OSError) as error:
+            raise ServerError(f"no connection to the server at {self.url}: {error}", code="UNAVAILABLE") from None
 
     async def _end(self, lease_id: str, tokens: int) -> None:
         try:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
+import uvicorn
 
 from adapter_slots.registry import Registry
 from lora_slots.client import ROUTER
@@ -23,6 +29,8 @@ from trtllm_lora import EngineShape
 
 log = structlog.get_logger("lora_slots.gateway")
 REFRESH_S = 1.0
+STOP_S = 10
+"""Seconds a stop waits for streams that run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +111,60 @@ async def follow_registry(registry: Registry) -> None:
             log.error("registry broken, the last good one stays", why=registry.problem)
 
 
-async def serve(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM."""
-    import uvicorn
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any. Raises UsageError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
-    gateway = await open_gateway(settings)
-    config = uvicorn.Config(
-        public_app(gateway, settings.cors_origins),
-        host=settings.host,
-        port=settings.port,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=10,
+
+def url_of(opened: socket.socket) -> str:
+    """Where a listening socket is."""
+    host, port = opened.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """One port; signals are for the gateway as a whole."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(app: Any) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=STOP_S,
+        )
     )
+
+
+async def serve(settings: Settings, say: Callable[[str], object]) -> None:
+    """Serve until SIGINT or SIGTERM; `say` is told where. A second signal ends running streams."""
+    gateway = await open_gateway(settings)
     following = asyncio.ensure_future(follow_registry(gateway.registry))
     try:
-        await uvicorn.Server(config).serve()
+        opened = listen(settings.host, settings.port)
+        server = _server(public_app(gateway, settings.cors_origins))
+
+        def stop() -> None:
+            server.force_exit = server.should_exit
+            server.should_exit = True
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        say(f"serving {gateway.base} and {len(gateway.registry.entries)} adapters on {url_of(opened)}/v1")
+        await server.serve([opened])
     finally:
         following.cancel()
         await gateway.door.close()
