@@ -58,8 +58,8 @@ class Prepared:
 def prepare(
     adapters: Mapping[str, Path] | None, registry: Path, *, cache: Path | None = None, progress: Progress
 ) -> Prepared:
-    """Bring the base model, build the reference engine, convert `adapters` (name -> PEFT directory) and write
-    `registry` afresh with them and no others. None: the registry is somebody's own and stays as it is.
+    """Bring the base model, build the reference engine, convert `adapters` (name -> PEFT directory) and publish them in
+    `registry`. None: the registry is somebody's own and stays as it is.
 
     Raises the typed errors of the parts; what was finished before stays usable.
     """
@@ -69,8 +69,6 @@ def prepare(
     base = ensure_base_model(cache, progress)
     engine = ensure_engine(base, cache_folder(cache) / "engines", progress)
     if adapters is not None:
-        with disk_errors(registry.parent):
-            registry.unlink(missing_ok=True)
         bundles = cache_folder(cache) / "adapters" / "bundles"
         publish_adapters(adapters, base, registry.parent, progress, bundles=bundles)
     return Prepared(base, engine, registry)

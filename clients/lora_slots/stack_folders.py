@@ -1,9 +1,9 @@
 """A folder in the cache for each embedded stack that runs: what it serves, what it held warm, where it listens.
 
-    <cache>/stacks/1/adapters.yaml    its registry, written afresh by each `up`
-                     warm.json        the warm set, found again by the next stack of this number
+    <cache>/stacks/1/warm.json        the warm set, found again by the next stack of this number
+                     disk/            remote adapters it brought here, kept likewise
+                     adapters.yaml    its registry; it and all else is removed when the folder is taken
                      stack.json       its address, while it serves
-                     disk/            remote adapters it brought here
                      .lock            flock, held as long as the stack runs and freed however it ends
     <cache>/stacks/.lock              held for moments: a number is taken, or the folders are looked through
     <cache>/stacks/.starting          held while a Triton starts, until its ports are its own
@@ -18,6 +18,7 @@ import fcntl
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from lora_slots.base_model.errors import CacheNotWritable, disk_errors
 from lora_slots.base_model.store import cache_folder, locked
 
 ADDRESS = "stack.json"
+WARM_SET, DISK, LOCK = "warm.json", "disk", ".lock"
+_KEPT = {WARM_SET, DISK, LOCK}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,12 @@ class StackFolder:
     @property
     def warm_set(self) -> Path:
         """Where its slot manager keeps the warm set."""
-        return self.path / "warm.json"
+        return self.path / WARM_SET
 
     @property
     def disk(self) -> Path:
         """Where its slot manager keeps remote adapters."""
-        return self.path / "disk"
+        return self.path / DISK
 
     @contextmanager
     def announced(self, grpc_url: str) -> Iterator[None]:
@@ -64,7 +67,7 @@ class StackFolder:
 
 @contextmanager
 def claim(cache: Path | None = None) -> Iterator[StackFolder]:
-    """A folder that no other running stack has, as long as the block runs.
+    """A folder that no other running stack has, as long as the block runs; only what is kept over restarts is in it.
 
     Raises CacheNotWritable, NoDiskSpace: the cache, with the variable that sets it.
     """
@@ -73,6 +76,11 @@ def claim(cache: Path | None = None) -> Iterator[StackFolder]:
         stacks.mkdir(parents=True, exist_ok=True)
     with _looking_through(stacks), disk_errors(stacks):
         folder, lock = next(filter(None, (_take(stacks / str(number)) for number in itertools.count(1))))
+        for path in folder.path.iterdir():
+            if path.is_dir() and path.name not in _KEPT:
+                shutil.rmtree(path)
+            elif path.name not in _KEPT:
+                path.unlink()
     try:
         yield folder
     finally:
@@ -94,6 +102,7 @@ def running(cache: Path | None = None) -> list[str]:
         with _looking_through(stacks):
             for file in stacks.glob(f"*/{ADDRESS}"):
                 if (dead := _take(file.parent)) is not None:
+                    file.unlink()
                     os.close(dead[1])
                 elif url := _address(file):
                     found.append((file.stat().st_mtime_ns, url))
@@ -111,15 +120,14 @@ def _looking_through(stacks: Path) -> AbstractContextManager[None]:
 
 
 def _take(path: Path) -> tuple[StackFolder, int] | None:
-    """The folder, cleared of a dead stack's address, and the descriptor that holds its lock; None if it is held."""
+    """The folder, and the descriptor that holds its lock; None if it is held."""
     path.mkdir(exist_ok=True)
-    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
-    (path / ADDRESS).unlink(missing_ok=True)
     return StackFolder(path), descriptor
 
 

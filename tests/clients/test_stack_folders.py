@@ -44,8 +44,10 @@ def test_each_stack_has_the_lowest_free_folder(tmp_path: Path) -> None:
     with stack_folders.claim(tmp_path) as first, stack_folders.claim(tmp_path) as second:
         assert (first.path.name, second.path.name) == ("1", "2")
         first.warm_set.write_text("kept")
+        first.registry.write_text("gone")
     with stack_folders.claim(tmp_path) as again:
         assert again.warm_set.read_text() == "kept"
+        assert sorted(path.name for path in again.path.iterdir()) == [".lock", "warm.json"]
 
 
 def test_the_newest_running_stack_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
