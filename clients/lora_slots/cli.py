@@ -44,17 +44,19 @@ def _run() -> int:
     from lora_slots import (
         convert_command,
         engine_command,
+        gateway_command,
         generate_command,
         merge_command,
         plan_command,
         repo_command,
         slots_command,
+        tenants_command,
         up_command,
     )
 
     app = typer.Typer(name="lora-slots", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(lora_slots)
-    first = (up_command, convert_command, generate_command, slots_command)
+    first = (up_command, convert_command, generate_command, slots_command, gateway_command, tenants_command)
     for command in (*first, engine_command, repo_command, plan_command, merge_command):
         command.register(app)
     usage_error = _usage_error(typer.BadParameter)

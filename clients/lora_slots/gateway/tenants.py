@@ -33,13 +33,15 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lora_slots.errors import UsageError
+
 SCHEMA = 1
 _KEY = re.compile(r"ls-([a-z0-9]{8})-([A-Za-z0-9_-]{43})")
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 NAME_RULE = "a letter or digit, then up to 63 letters, digits or any of . _ -"
 
 
-class TenantsError(Exception):
+class TenantsError(UsageError):
     """tenants.yaml cannot be used; the message has every reason."""
 
 
@@ -162,6 +164,11 @@ def read_tenants(file: Path) -> TenantsFile:
         raise TenantsError(f"{file}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise TenantsError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+    return check(document, file)
+
+
+def check(document: Any, file: Path) -> TenantsFile:
+    """A document of `file` as the file's model. Raises TenantsError with every breach."""
     try:
         parsed = TenantsFile.model_validate(document)
     except ValidationError as error:
