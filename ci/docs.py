@@ -12,7 +12,8 @@ from pathlib import Path
 
 from adapter_slots.metrics import FAMILIES
 from adapter_slots.transitions import TRANSITIONS
-from trtllm_lora.profile_rules import RULES
+from lora_slots.repo_rules import RULES as REPO_RULES
+from trtllm_lora.profile_rules import RULES as PROFILE_RULES
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[[^\]]*\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -41,16 +42,23 @@ def slot_states() -> str:
 def profile_rules() -> str:
     """The rules of an engine profile: `trtllm_lora.profile_rules`."""
     rows = ["| rule | a profile has | because |", "| --- | --- | --- |"]
-    for rule in RULES:
+    for rule in PROFILE_RULES:
         says = f"(warned of) {rule.says}" if rule.warning else rule.says
         rows.append(f"| `{rule.name}` | {says} | {rule.why} |")
     return "\n".join(rows)
+
+
+def repo_rules() -> str:
+    """What `repo check` finds: `lora_slots.repo_rules`."""
+    rows = ["| rule | found |", "| --- | --- |"]
+    return "\n".join([*rows, *(f"| `{name}` | {text} |" for name, text in REPO_RULES.items())])
 
 
 GENERATED = {
     ("docs/metrics.md", "metrics"): metrics_table,
     ("docs/slot-states.md", "states"): slot_states,
     ("docs/engines.md", "profile rules"): profile_rules,
+    ("docs/engines.md", "repo rules"): repo_rules,
 }
 """(document, marker) -> what stands between the marker's two comments."""
 

@@ -1,4 +1,4 @@
-"""Rules of `repo check` about adapters on disk, task ids and the ensemble's wiring."""
+"""Rules of `repo check` about adapters on disk and task ids."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from lora_slots.repo_files import Finding, ModelFiles, Repository
+from lora_slots.repo_files import Finding, Repository
 from trtllm_lora import MAX_TASK_ID
 from trtllm_lora.bundle import CONFIG_FILE, WEIGHTS_FILE
 from trtllm_lora.tensors import STORAGE
 
-Rule = Callable[[Repository], Iterator[Finding]]
+Check = Callable[[Repository], Iterator[Finding]]
+MESSAGE_BYTES = 2**31 - 1
+"""Largest protobuf message."""
 
 
 def _columns(repository: Repository) -> Iterator[Finding]:
@@ -39,72 +41,118 @@ def _columns(repository: Repository) -> Iterator[Finding]:
                     f"lora_config has dims [-1, {allowed}], and {file.parent.name} has {columns} columns ({why}; B#750)"
                 )
                 fix = f"write [-1, {columns}] in every model on the path, and keep one form of bundles"
-                yield Finding(model.file, model.line("lora_config"), "lora-columns", what, fix)
+                yield Finding(model.file, model.line("lora_config"), "bundle-columns", what, fix)
 
 
 def _bundle_columns(repository: Repository) -> Iterator[tuple[Path, int]]:
-    folders = [repository.bundles] if repository.bundles else []
-    router, engine = repository.models.get("lora_router"), repository.tensorrt_llm
-    registry = router.parameter("registry") if router else None
+    engine = repository.tensorrt_llm
     prefetch = engine.parameter("lora_prefetch_dir") if engine else None
-    folders += [Path(registry).parent / "bundles"] if registry and "://" not in registry else []
-    folders += [Path(prefetch)] if prefetch else []
-    for folder in folders:
-        for file in sorted(folder.glob(f"*/{CONFIG_FILE}")) if folder.is_dir() else ():
-            try:
-                table = np.load(file, mmap_mode="r", allow_pickle=False)
-            except (OSError, ValueError, EOFError):
-                continue  # not an array: the prefetch rule tells it, and a bundle's own check
-            if table.ndim == 3:
+    for folder in (*_bundle_folders(repository), *([Path(prefetch)] if prefetch else [])):
+        for file in _arrays(folder, CONFIG_FILE):
+            table = _header(file)
+            if isinstance(table, np.ndarray) and table.ndim == 3:
                 yield file, int(table.shape[2])
 
 
+def _bundle_folders(repository: Repository) -> list[Path]:
+    """Where the adapters lie that will be sent: what was given, and what the router's registry stands beside."""
+    router = repository.models.get("lora_router")
+    registry = router.parameter("registry") if router else None
+    given = [repository.bundles] if repository.bundles else []
+    return given + ([Path(registry).parent / "bundles"] if registry else [])
+
+
+def _arrays(folder: Path, name: str) -> list[Path]:
+    return sorted(folder.glob(f"*/{name}")) if folder.is_dir() else []
+
+
+def _header(file: Path) -> Any:
+    """The array, mapped; None if it is none, which is for a bundle's own check to tell, or the prefetch rule."""
+    try:
+        return np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _bundles(repository: Repository) -> Iterator[Finding]:
+    """T#2434, B#718: what the engine, or the wire, refuses of every request."""
+    model, engine = repository.tensorrt_llm, repository.engine
+    if model is None:
+        return
+    line = model.line("lora_weights")
+    for folder in _bundle_folders(repository):
+        for file in _arrays(folder, WEIGHTS_FILE):
+            weights = _header(file)
+            if weights is None:
+                continue
+            if engine is not None and weights.dtype not in _on_disk(engine.dtype):
+                what = f"{file.parent.name}: weights are {weights.dtype}, the engine's dtype is {engine.dtype} (T#2434)"
+                yield Finding(model.file, line, "bundle-type", what, f"convert with --dtype {engine.dtype}")
+            if "lora_router" not in repository.models and weights.nbytes >= MESSAGE_BYTES:
+                size = f"{weights.nbytes / 2**30:.1f} GiB"
+                what = f"{file.parent.name}: weights of {size}, and a gRPC message ends at 2 GiB (B#718)"
+                fix = "send them through shared memory (lora_router does), or prefetch them"
+                yield Finding(model.file, line, "bundle-size", what, fix)
+
+
+def _on_disk(dtype: str) -> tuple[Any, ...]:
+    """Types that an engine dtype has in files: numpy knows no bfloat16, so it is two nameless bytes there."""
+    return (STORAGE[dtype], np.dtype("V2")) if dtype == "bfloat16" else (STORAGE[dtype],)
+
+
 def _prefetch(repository: Repository) -> Iterator[Finding]:
-    """B#718, B#791: a prefetch directory fails in silence in five ways."""
+    """B#718, B#791: a prefetch directory fails in silence in many ways."""
     model, engine = repository.tensorrt_llm, repository.engine
     text = model.parameter("lora_prefetch_dir") if model else None
     if model is None or text is None:
         return
 
-    def finding(what: str, fix: str) -> Finding:
-        return Finding(model.file, model.line("lora_prefetch_dir"), "prefetch", what, fix)
+    def finding(rule: str, what: str, fix: str) -> Finding:
+        return Finding(model.file, model.line("lora_prefetch_dir"), rule, what, fix)
 
     if engine is not None and engine.dtype == "bfloat16":
         what = "lora_prefetch_dir on a bfloat16 engine: the runtime cannot read bfloat16 .npy files ('|V2')"
-        yield finding(what, "leave it out and send adapters in requests (a slot manager does), or build for float16")
+        fix = "leave it out and send adapters in requests (a slot manager does), or build for float16"
+        yield finding("prefetch-bfloat16", what, fix)
     if model.is_python and "lora_prefetch_dir" in model.code:
-        yield finding("NVIDIA's python model reads lora_prefetch_dir as a number and fails", "use backend tensorrtllm")
+        what = "NVIDIA's python model reads lora_prefetch_dir as a number and fails"
+        yield finding("prefetch-python", what, "use backend tensorrtllm")
     folder = Path(text)
     if not folder.is_dir():
-        yield finding(
-            f"lora_prefetch_dir {text} does not exist, which the runtime passes over in silence", "correct it"
-        )
+        what = f"lora_prefetch_dir {text} does not exist, which the runtime passes over in silence"
+        yield finding("prefetch-missing", what, "correct it")
         return
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            for what, fix in _prefetch_folder(path, engine.dtype if engine else None):
-                yield finding(f"lora_prefetch_dir/{path.name}: {what}", fix)
+            for rule, what, fix in _prefetch_folder(path, engine.dtype if engine else None):
+                yield finding(rule, f"lora_prefetch_dir/{path.name}: {what}", fix)
 
 
-def _prefetch_folder(path: Path, dtype: str | None) -> Iterator[tuple[str, str]]:
+def _prefetch_folder(path: Path, dtype: str | None) -> Iterator[tuple[str, str, str]]:
+    ids = f"name it with a number from 1 to {MAX_TASK_ID}"
     if not (path.name.isascii() and path.name.isdigit()):
-        yield "is not a task id, so it is skipped", f"name it with a number from 1 to {MAX_TASK_ID}"
+        yield "prefetch-name", "is not a task id, so it is skipped", ids
     elif int(path.name) == 0:
-        yield "task id 0 means `no adapter` to the stock clients", f"name it with a number from 1 to {MAX_TASK_ID}"
+        yield "prefetch-zero", "task id 0 means `no adapter` to the stock clients", ids
     elif int(path.name) > MAX_TASK_ID:
-        yield "is read as int32 and overflows: the engine does not start", f"use at most {MAX_TASK_ID}"
+        what = "is read as int32 and overflows: the engine does not start"
+        yield "prefetch-overflow", what, f"use at most {MAX_TASK_ID}"
     missing = [name for name in (WEIGHTS_FILE, CONFIG_FILE) if not (path / name).is_file()]
     if missing:
-        yield f"has no {' and no '.join(missing)}", "convert the adapter into it (`lora-slots convert`)"
-        return
-    try:
-        found = np.load(path / WEIGHTS_FILE, mmap_mode="r", allow_pickle=False).dtype
-    except (OSError, ValueError, EOFError) as error:
-        yield f"{WEIGHTS_FILE} is not a readable array: {error}", "convert the adapter again"
-        return
-    if dtype in ("float16", "float32") and found != STORAGE[dtype]:
         yield (
-            f"weights are {found}, the engine's dtype is {dtype}: the adapter is not applied, silently (B#791)",
+            "prefetch-files",
+            f"has no {' and no '.join(missing)}",
+            "convert the adapter into it (`lora-slots convert`)",
+        )
+        return
+    for name in (WEIGHTS_FILE, CONFIG_FILE):
+        if _header(path / name) is None:
+            yield "prefetch-array", f"{name} is not a readable array", "convert the adapter again"
+    weights = _header(path / WEIGHTS_FILE)
+    if weights is not None and dtype in ("float16", "float32") and weights.dtype != STORAGE[dtype]:
+        yield (
+            "prefetch-type",
+            f"weights are {weights.dtype}, the engine's dtype is {dtype}: the adapter is not applied, silently (B#791)",
             f"convert with --dtype {dtype}",
         )
 
@@ -119,64 +167,4 @@ def _zero_ids(repository: Repository) -> Iterator[Finding]:
                 yield Finding(model.file, model.line_of("model_warmup"), "zero-task-id", what, fix)
 
 
-def _wiring(repository: Repository) -> Iterator[Finding]:
-    """The ensemble's maps: models and tensors that exist, required inputs that are fed, equal types on both ends."""
-    for model in repository.models.values():
-        if model.config.WhichOneof("scheduling_choice") == "ensemble_scheduling":
-            types = {
-                tensor.name: (tensor.data_type, f"the ensemble's input {tensor.name}") for tensor in model.config.input
-            }
-            for step in model.config.ensemble_scheduling.step:
-                yield from _step(repository, model, step, types)
-            yield from _lora_through(model)
-
-
-def _step(repository: Repository, model: ModelFiles, step: Any, types: dict[str, tuple[int, str]]) -> Iterator[Finding]:
-    line = model.line_of(f'"{step.model_name}"')
-    other = repository.models.get(step.model_name)
-    if other is None:
-        what = f"step {step.model_name} is no model of this repository"
-        yield Finding(model.file, line, "ensemble", what, f"add the folder {step.model_name}")
-        return
-    for name, source in step.input_map.items():
-        tensor = other.tensor(name)
-        if tensor is None:
-            what = f"{step.model_name} has no input {name}"
-            yield Finding(model.file, line, "ensemble", what, "correct the input_map")
-        elif source not in types:
-            what = f"{source}, wanted by {step.model_name}, is given by no earlier step and no input"
-            yield Finding(model.file, line, "ensemble", what, "correct the input_map")
-        elif types[source][0] != tensor.data_type:
-            what = (
-                f"{name} of {step.model_name} and {types[source][1]} have different types: Triton refuses the ensemble"
-            )
-            yield Finding(model.file, line, "ensemble", what, f"make both the same (see {other.file})")
-    for tensor in other.config.input:
-        if not tensor.optional and tensor.name not in step.input_map:
-            what = f"{step.model_name} needs {tensor.name}, and nothing feeds it"
-            yield Finding(model.file, line, "ensemble", what, "add it to the input_map")
-    for name, target in step.output_map.items():
-        tensor = other.output(name)
-        if tensor is None:
-            what = f"{step.model_name} has no output {name}"
-            yield Finding(model.file, line, "ensemble", what, "correct the output_map")
-        else:
-            types[target] = (tensor.data_type, f"{name} of {step.model_name}")
-
-
-def _lora_through(model: ModelFiles) -> Iterator[Finding]:
-    """B#406: LoRA tensors that stop half way are answered by the base, without an error."""
-    for step in model.config.ensemble_scheduling.step:
-        if step.model_name == "tensorrt_llm":
-            fed = set(step.input_map)
-            if fed & {"lora_weights", "lora_config"} and "lora_task_id" not in fed:
-                what = (
-                    "lora_weights reach tensorrt_llm without lora_task_id: they are ignored, the base answers (B#413)"
-                )
-                yield Finding(model.file, model.line_of('"tensorrt_llm"'), "ensemble", what, "map lora_task_id too")
-            elif "lora_task_id" not in fed:
-                what = "lora_task_id does not reach tensorrt_llm: every adapter is answered by the base (B#406)"
-                yield Finding(model.file, model.line_of('"tensorrt_llm"'), "ensemble", what, "map lora_task_id")
-
-
-RULES: tuple[Rule, ...] = (_columns, _prefetch, _zero_ids, _wiring)
+CHECKS: tuple[Check, ...] = (_columns, _bundles, _prefetch, _zero_ids)

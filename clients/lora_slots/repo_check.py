@@ -1,6 +1,7 @@
 """`repo check`: what goes wrong with LoRA model repositories, told before a server does. Works on anybody's repository.
 
-Each rule is a function over the repository. Sources are users' threads: B is tensorrtllm_backend, T is TensorRT-LLM.
+Each check is a function over the repository; its findings name rules, which repo_rules.py explains. Sources are users'
+threads: B is tensorrtllm_backend, T is TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lora_slots import repo_adapters
+from lora_slots import repo_adapters, repo_ensemble
 from lora_slots.repo_files import Finding, ModelFiles, Repository, read_repository
 from lora_slots.repository import template_folder
 from trtllm_lora import CacheGeometry, ContractError
@@ -21,7 +22,7 @@ _KEPT_AS_TEXT = ("gpt_model_path", "tokenizer_dir", "gpt_model_type", "lora_pref
 _OURS = re.compile(r"from (adapter_slots|reference_engine|lora_slots)\b")
 """Models of this project, which carry bfloat16 (the router by binds, the reference engine by DLPack)."""
 _RENAMED = {"min_length": "min_tokens", "random_seed": "seed"}
-Rule = Callable[[Repository], Iterator[Finding]]
+Check = Callable[[Repository], Iterator[Finding]]
 
 
 def check_repository(root: Path, engine: Path | None = None, bundles: Path | None = None) -> list[Finding]:
@@ -32,8 +33,8 @@ def check_repository(root: Path, engine: Path | None = None, bundles: Path | Non
     """
     repository = read_repository(root, engine, bundles)
     found = list(repository.findings)
-    for rule in (*RULES, *repo_adapters.RULES):
-        found += rule(repository)
+    for check in (*CHECKS, *repo_adapters.CHECKS, *repo_ensemble.CHECKS):
+        found += check(repository)
     return sorted(set(found), key=lambda each: (each.file, each.line, each.rule))
 
 
@@ -51,27 +52,31 @@ def _placeholders(repository: Repository) -> Iterator[Finding]:
         open_keys = [key for key, entry in model.config.parameters.items() if "${" in entry.string_value]
         for key in (key for key in open_keys if key in _KEPT_AS_TEXT):
             what = f"{key} is the text {model.config.parameters[key].string_value}"
-            yield Finding(model.file, model.line(key), "placeholder", what, "fill it, or leave the parameter out")
+            yield Finding(model.file, model.line(key), "placeholder-text", what, "fill it, or leave the parameter out")
         others = sorted((model.line(key), key) for key in open_keys if key not in _KEPT_AS_TEXT)
         if others:
             names = ", ".join(key for _, key in others)
             what = f"not filled, so their defaults are in force, with warnings in the log: {names}"
-            yield Finding(model.file, others[0][0], "placeholder", what, "leave these parameters out", warning=True)
+            yield Finding(
+                model.file, others[0][0], "placeholder-default", what, "leave these parameters out", warning=True
+            )
 
 
 def _files(repository: Repository) -> Iterator[Finding]:
     for model in repository.models.values():
         if model.config.name and model.config.name != model.name:
             what = f"the model is named {model.config.name}, its folder {model.name}: Triton refuses it"
-            yield Finding(model.file, model.line_of("name:"), "files", what, f"write {model.name}")
+            yield Finding(model.file, model.line_of("name:"), "model-name", what, f"write {model.name}")
         versions = [path for path in model.folder.iterdir() if path.is_dir() and path.name.isdigit()]
         if not versions:
             yield Finding(
-                model.file, 1, "files", "no version folder: Triton finds no version to load", "make a folder 1"
+                model.file, 1, "no-version", "no version folder: Triton finds no version to load", "make a folder 1"
             )
         elif model.is_python and not any((path / "model.py").is_file() for path in versions):
             what = "the python backend finds no model.py"
-            yield Finding(model.file, model.line_of("backend:"), "files", what, f"put one into {model.folder / '1'}")
+            yield Finding(
+                model.file, model.line_of("backend:"), "no-model-py", what, f"put one into {model.folder / '1'}"
+            )
 
 
 def _tensors(repository: Repository) -> Iterator[Finding]:
@@ -79,12 +84,12 @@ def _tensors(repository: Repository) -> Iterator[Finding]:
     model = repository.tensorrt_llm
     if model is None:
         what = "no model tensorrt_llm: the ensemble and the clients look for this name"
-        yield Finding(str(repository.root), 1, "tensors", what, "render one with `lora-slots repo render`")
+        yield Finding(str(repository.root), 1, "no-tensorrt-llm", what, "render one with `lora-slots repo render`")
         return
     stock = _stock("tensorrt_llm")
     for old, new in _RENAMED.items():
         if model.tensor(old) is not None:
-            yield Finding(model.file, model.line(old), "tensors", f"{old} was renamed in 1.x", f"write {new}")
+            yield Finding(model.file, model.line(old), "renamed-tensor", f"{old} was renamed in 1.x", f"write {new}")
     for kind, mine, theirs in (
         ("input", model.config.input, stock.input),
         ("output", model.config.output, stock.output),
@@ -96,7 +101,7 @@ def _tensors(repository: Repository) -> Iterator[Finding]:
             if found is None:
                 what = f"{kind} {tensor.name} is missing" + (": LoRA requests are refused by Triton" if lora else "")
                 fix = f"add {tensor.name} {_type_name(tensor.data_type)} {list(tensor.dims)}"
-                yield Finding(model.file, 1, "tensors", what, fix, not lora)
+                yield Finding(model.file, 1, "tensor-missing", what, fix, not lora)
             else:
                 yield from _tensor(model, kind, found, tensor)
 
@@ -105,14 +110,14 @@ def _tensor(model: ModelFiles, kind: str, found: Any, stock: Any) -> Iterator[Fi
     variable = stock.name == "lora_weights" or stock.name.endswith(("logits", "features", "table"))
     if found.data_type != stock.data_type and not variable:
         what = f"{kind} {stock.name} is {_type_name(found.data_type)}"
-        yield Finding(model.file, model.line(stock.name), "tensors", what, f"write {_type_name(stock.data_type)}")
+        yield Finding(model.file, model.line(stock.name), "tensor-type", what, f"write {_type_name(stock.data_type)}")
     columns = stock.name == "lora_config" and list(found.dims) == [-1, 4]
     if list(found.dims) != list(stock.dims) and not columns:
         what = f"{kind} {stock.name} has dims {list(found.dims)}"
-        yield Finding(model.file, model.line(stock.name), "tensors", what, f"write {list(stock.dims)}")
+        yield Finding(model.file, model.line(stock.name), "tensor-dims", what, f"write {list(stock.dims)}")
     if stock.name == "lora_task_id" and stock.HasField("reshape") and not found.HasField("reshape"):
         what = "lora_task_id has no reshape: the backend gets [1] and fails to extract a scalar"
-        yield Finding(model.file, model.line(stock.name), "tensors", what, "add reshape { shape: [ ] }")
+        yield Finding(model.file, model.line(stock.name), "task-id-reshape", what, "add reshape { shape: [ ] }")
 
 
 def _stock(name: str) -> Any:
@@ -129,7 +134,7 @@ def _weights_type(repository: Repository) -> Iterator[Finding]:
     for model in repository.on_the_path():
         tensor = model.tensor("lora_weights")
         if tensor is None:
-            yield Finding(model.file, 1, "lora-tensors", "lora_config without lora_weights", "add lora_weights")
+            yield Finding(model.file, 1, "lora-pair", "lora_config without lora_weights", "add lora_weights")
             continue
         found = _type_name(tensor.data_type)
         if engine is not None and found != WIRE[engine.dtype]:
@@ -141,7 +146,7 @@ def _weights_type(repository: Repository) -> Iterator[Finding]:
         if engine is not None and engine.dtype == "bfloat16" and copies:
             what = "bfloat16 adapters cannot pass this model.py, which copies tensors through numpy (B#671)"
             fix = "send them to tensorrt_llm directly, or serve the C++ backend through an ensemble"
-            yield Finding(model.file, model.line("lora_weights"), "lora-type", what, fix)
+            yield Finding(model.file, model.line("lora_weights"), "lora-numpy", what, fix)
 
 
 def _engine(repository: Repository) -> Iterator[Finding]:
@@ -152,15 +157,19 @@ def _engine(repository: Repository) -> Iterator[Finding]:
     old = version_problem(engine.version)
     if old:
         yield Finding(
-            model.file, line, "engine", f"the engine was built by TensorRT-LLM {engine.version}: {old[0]}", old[1]
+            model.file,
+            line,
+            "engine-version",
+            f"the engine was built by TensorRT-LLM {engine.version}: {old[0]}",
+            old[1],
         )
     if not engine.lora_enabled:
         what = "the engine was built without LoRA: requests with a task id are answered by the base, without an error"
-        yield Finding(model.file, line, "engine", what, "build it with --lora_plugin and --lora_target_modules")
+        yield Finding(model.file, line, "engine-no-lora", what, "build it with --lora_plugin and --lora_target_modules")
     if model.config.max_batch_size > engine.max_batch_size:
         what = f"max_batch_size {model.config.max_batch_size}, the engine was built for {engine.max_batch_size}"
         fix = f"write {engine.max_batch_size}"
-        yield Finding(model.file, model.line_of("max_batch_size"), "engine", what, fix, warning=True)
+        yield Finding(model.file, model.line_of("max_batch_size"), "batch-size", what, fix, warning=True)
 
 
 def _cache(repository: Repository) -> Iterator[Finding]:
@@ -170,7 +179,7 @@ def _cache(repository: Repository) -> Iterator[Finding]:
         return
     if model.parameter("lora_cache_gpu_memory_fraction") is None and not model.is_python:
         what = "lora_cache_gpu_memory_fraction is unset: 0.02 is in force, although the log says 0.05"
-        yield Finding(model.file, 1, "lora-cache", what, "set it; `lora-slots plan` says to what", warning=True)
+        yield Finding(model.file, 1, "cache-fraction", what, "set it; `lora-slots plan` says to what", warning=True)
     if engine is None or not engine.lora_enabled:
         return
     sizes: dict[str, int] = {}
@@ -182,19 +191,19 @@ def _cache(repository: Repository) -> Iterator[Finding]:
         text = model.parameter(key)
         if text is not None and not text.strip().isdigit():
             what = f"{key} is {text!r}, no number: the default {default} is used"
-            yield Finding(model.file, model.line(key), "lora-cache", what, "write a whole number")
+            yield Finding(model.file, model.line(key), "cache-number", what, "write a whole number")
         sizes[key] = int(text) if text and text.strip().isdigit() else default
     optimal, largest, host = sizes.values()
     if largest < engine.max_lora_rank:
         what = f"lora_cache_max_adapter_size {largest} is below the engine's max_lora_rank {engine.max_lora_rank}"
         line = model.line("lora_cache_max_adapter_size")
-        yield Finding(model.file, line, "lora-cache", what, f"write {engine.max_lora_rank}")
+        yield Finding(model.file, line, "cache-rank", what, f"write {engine.max_lora_rank}")
     try:
         CacheGeometry.of(engine, optimal_rank=optimal, max_rank=largest).num_pages(host)
     except ContractError as error:
         line = model.line("lora_cache_host_memory_bytes")
         yield Finding(
-            model.file, line, "lora-cache", f"the engine would not start: {error}", "raise it (`lora-slots plan`)"
+            model.file, line, "cache-memory", f"the engine would not start: {error}", "raise it (`lora-slots plan`)"
         )
     router = repository.models.get("lora_router")
     for key in sizes:
@@ -203,7 +212,7 @@ def _cache(repository: Repository) -> Iterator[Finding]:
             what = (
                 f"{key} is {mine or 'unset'} here and {theirs or 'unset'} in tensorrt_llm: the slot manager miscounts"
             )
-            yield Finding(router.file, router.line(key), "lora-cache", what, "write the same in both")
+            yield Finding(router.file, router.line(key), "cache-mirror", what, "write the same in both")
 
 
 def _serving(repository: Repository) -> Iterator[Finding]:
@@ -212,10 +221,12 @@ def _serving(repository: Repository) -> Iterator[Finding]:
         return
     if str(model.parameter("gpt_model_type")).lower() == "v1":
         what = "gpt_model_type V1 does not feed LoRA tensors (B#511)"
-        yield Finding(model.file, model.line("gpt_model_type"), "batching", what, "write inflight_fused_batching")
+        yield Finding(model.file, model.line("gpt_model_type"), "batching-v1", what, "write inflight_fused_batching")
     if not model.config.model_transaction_policy.decoupled:
         what = "not decoupled: streaming is refused"
-        yield Finding(model.file, model.line_of("decoupled"), "batching", what, "write decoupled: true", warning=True)
+        yield Finding(
+            model.file, model.line_of("decoupled"), "not-decoupled", what, "write decoupled: true", warning=True
+        )
     for group in model.config.instance_group:
         if group.count > 1:
             what = f"{group.count} instances: each has a LoRA cache of its own, and an adapter is in one of them only"
@@ -224,10 +235,10 @@ def _serving(repository: Repository) -> Iterator[Finding]:
     if router is not None:
         if [group.count for group in router.config.instance_group] != [1]:
             what = "lora_router must be one instance: two would be two slot managers for one engine"
-            yield Finding(router.file, router.line_of("count"), "instances", what, "write count: 1")
+            yield Finding(router.file, router.line_of("count"), "router-instances", what, "write count: 1")
         if not router.config.model_transaction_policy.decoupled:
             what = "lora_router is not decoupled: one waiting request would hold up all others"
-            yield Finding(router.file, router.line_of("decoupled"), "instances", what, "write decoupled: true")
+            yield Finding(router.file, router.line_of("decoupled"), "router-decoupled", what, "write decoupled: true")
 
 
-RULES: tuple[Rule, ...] = (_placeholders, _files, _tensors, _weights_type, _engine, _cache, _serving)
+CHECKS: tuple[Check, ...] = (_placeholders, _files, _tensors, _weights_type, _engine, _cache, _serving)

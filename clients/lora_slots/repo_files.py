@@ -32,6 +32,7 @@ class Finding:
     file: str
     line: int
     rule: str
+    """Its name in `repo_rules.RULES`."""
     what: str
     fix: str
     warning: bool = False

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from numpy.lib.format import open_memmap
 from tritonclient.grpc import model_config_pb2
 
 from lora_slots.refusals import Refused
 from lora_slots.repo_check import check_repository
 from lora_slots.repo_files import Finding
+from lora_slots.repo_rules import RULES
 from lora_slots.repository import RepositoryConfig, render
 from trtllm_lora import EngineShape
 
 Change = Callable[[Path], object]
+ROOT = Path(__file__).parents[2]
 TENSORRT_LLM = "tensorrt_llm/config.pbtxt"
 # every tensor of NVIDIA's tensorrt_llm template of the 1.2 line (triton-contract 1.2 and 1.3)
 STOCK_INPUTS = set(
@@ -169,6 +175,17 @@ def map_to(step: str, name: str, source: str) -> Change:
     return configure("ensemble", change)
 
 
+def take_from(step: str, name: str, target: str) -> Change:
+    """An output of an ensemble's step mapped."""
+
+    def change(config: Any) -> None:
+        for each in config.ensemble_scheduling.step:
+            if each.model_name == step:
+                each.output_map[name] = target
+
+    return configure("ensemble", change)
+
+
 def warm_up_with_zeros(config: Any) -> None:
     """A warm-up request whose task id is zero."""
     warmup = config.model_warmup.add(name="zeros", batch_size=1)
@@ -214,131 +231,337 @@ def test_no_tensor_of_the_stock_templates_is_missing(tmp_path: Path) -> None:
     assert (file.parent / "1").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("change", "file", "says", "fix"),
-    [
-        (
-            edit(TENSORRT_LLM, "max_batch_size: 64", "max_batch_size: ${triton_max_batch_size}"),
-            "tensorrt_llm",
-            "cannot parse",
-            "",
-        ),
-        (
-            edit(TENSORRT_LLM, "decoupled: true", "decoupled: ${decoupled_mode}"),
-            "tensorrt_llm",
-            "${decoupled_mode}",
-            "true",
-        ),
-        (edit(TENSORRT_LLM, "TYPE_BF16", "${lora_datatype}"), "tensorrt_llm", "${lora_datatype}", "TYPE_FP16"),
-        (
-            edit(TENSORRT_LLM, 'backend: "tensorrtllm"', 'backend: "${triton_backend}"'),
-            "tensorrt_llm",
-            "backend",
-            "tensorrtllm",
-        ),
-        (
-            parameter("tensorrt_llm", "gpt_model_path", "${engine_dir}"),
-            "tensorrt_llm",
-            "is the text ${engine_dir}",
-            "fill it",
-        ),
-        (
-            parameter("tensorrt_llm", "lora_prefetch_dir", "${x}"),
-            "tensorrt_llm",
-            "is the text",
-            "leave the parameter out",
-        ),
-        (edit(TENSORRT_LLM, "input {", "inputs {"), "tensorrt_llm", "not a model configuration", "correct it"),
-        (
-            tensor("lora_weights", data_type=model_config_pb2.TYPE_FP16),
-            "tensorrt_llm",
-            "dtype is bfloat16",
-            "TYPE_BF16",
-        ),
-        (tensor("lora_config", dims=[-1, 4]), "tensorrt_llm", "4 columns here", "the same in every model"),
-        (tensor("lora_config", dims=[3]), "tensorrt_llm", "has dims [3]", "write [-1, 3]"),
-        (
-            tensor("lora_task_id", data_type=model_config_pb2.TYPE_INT32),
-            "tensorrt_llm",
-            "lora_task_id is TYPE_INT32",
-            "UINT64",
-        ),
-        (tensor("lora_task_id", reshape=None), "tensorrt_llm", "no reshape", "add reshape"),
-        (remove_input("lora_task_id"), "tensorrt_llm", "lora_task_id is missing", "add lora_task_id TYPE_UINT64"),
-        (edit(TENSORRT_LLM, '"min_tokens"', '"min_length"'), "tensorrt_llm", "was renamed", "write min_tokens"),
-        (parameter("tensorrt_llm", "gpt_model_type", "V1"), "tensorrt_llm", "does not feed LoRA", "inflight_fused"),
-        (
-            parameter("tensorrt_llm", "lora_cache_max_adapter_size", "8"),
-            "tensorrt_llm",
-            "below the engine's",
-            "write 64",
-        ),
-        (
-            parameter("tensorrt_llm", "lora_cache_host_memory_bytes", "1000"),
-            "tensorrt_llm",
-            "Not enough space",
-            "raise it",
-        ),
-        (parameter("tensorrt_llm", "lora_cache_max_adapter_size", "many"), "tensorrt_llm", "no number", "whole number"),
-        (parameter("lora_router", "lora_cache_host_memory_bytes", "5"), "lora_router", "miscounts", "the same in both"),
-        (configure("tensorrt_llm", warm_up_with_zeros), "tensorrt_llm", "lora_task_id 0", "input_data_file"),
-        (
-            configure("tensorrt_llm", lambda c: setattr(c.instance_group[0], "count", 2)),
-            "tensorrt_llm",
-            "2 instances",
-            "count: 1",
-        ),
-        (
-            configure("lora_router", lambda c: setattr(c.instance_group[0], "count", 2)),
-            "lora_router",
-            "two slot managers",
-            "",
-        ),
-        (
-            configure("lora_router", lambda c: c.ClearField("model_transaction_policy")),
-            "lora_router",
-            "not decoupled",
-            "",
-        ),
-        (
-            configure("tensorrt_llm", lambda c: setattr(c, "name", "llm")),
-            "tensorrt_llm",
-            "is named llm",
-            "write tensorrt_llm",
-        ),
-        (lambda root: (root / "tensorrt_llm" / "1").rmdir(), "tensorrt_llm", "no version folder", "make a folder 1"),
-        (
-            lambda root: (root / "lora_router" / "1" / "model.py").unlink(),
-            "lora_router",
-            "finds no model.py",
-            "put one",
-        ),
-        (
-            unmap("tensorrt_llm", "lora_task_id"),
-            "ensemble",
-            "without lora_task_id: they are ignored",
-            "map lora_task_id",
-        ),
-        (unmap("preprocessing", "QUERY"), "ensemble", "needs QUERY", "add it"),
-        (map_to("tensorrt_llm", "no_such", "text_input"), "ensemble", "has no input no_such", "correct"),
-        (map_to("tensorrt_llm", "seed", "nobody"), "ensemble", "given by no earlier step", "correct"),
-        (map_to("tensorrt_llm", "seed", "temperature"), "ensemble", "different types", "make both the same"),
-        (
-            edit("ensemble/config.pbtxt", 'model_name: "postprocessing"', 'model_name: "post"'),
-            "ensemble",
-            "no model of",
-            "",
-        ),
-    ],
-)
-def test_what_is_wrong_is_found(tmp_path: Path, change: Change, file: str, says: str, fix: str) -> None:
-    """Each mistake is an error with the file it is in, a line, what it does and the remedy."""
-    root = make_repository(tmp_path)
-    change(root)
-    found = errors(check_repository(root, tmp_path / "engine"))
-    hits = [each for each in found if says in each.what and fix in each.fix and Path(each.file).parent.name == file]
-    assert hits, found
-    assert all(hit.line >= 1 for hit in hits)
+def adapter(folder: Path, columns: int = 3, dtype: str = "<f2") -> None:
+    """The two arrays of an adapter."""
+    folder.mkdir(parents=True)
+    np.save(folder / "model.lora_config.npy", np.zeros((1, 2, columns), np.int32))
+    np.save(folder / "model.lora_weights.npy", np.zeros((1, 2, 8), dtype))
+
+
+def bundle(name: str = "abc", **more: Any) -> Change:
+    """An adapter in the bundles beside the registry, which the slot manager will send."""
+    return lambda root: adapter(root.parent / "bundles" / name, **more)
+
+
+def prefetch(name: str = "7", *, files: bool = True, spoil: str = "", **more: Any) -> Change:
+    """A prefetch directory with one folder; `spoil` names an array that is written over."""
+
+    def change(root: Path) -> None:
+        folder = root.parent / "prefetch" / name
+        if files:
+            adapter(folder, **more)
+        else:
+            folder.mkdir(parents=True)
+        if spoil:
+            (folder / spoil).write_bytes(b"no array")
+        parameter("tensorrt_llm", "lora_prefetch_dir", str(folder.parent))(root)
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    """Changes one after the other."""
+
+    def change(root: Path) -> None:
+        for each in changes:
+            each(root)
+
+    return change
+
+
+def engine(**changes: Any) -> Change:
+    """Another engine: changes are `section__key=value` of its config.json, or a key of its own."""
+
+    def change(root: Path) -> None:
+        file = root.parent / "engine" / "config.json"
+        config = json.loads(file.read_text())
+        for place, value in changes.items():
+            *way, last = place.split("__")
+            section = config
+            for step in way:
+                section = section[step]
+            section[last] = value
+        file.write_text(json.dumps(config))
+
+    return change
+
+
+def without_router(root: Path) -> None:
+    """The line of three, as NVIDIA ships it."""
+    shutil.rmtree(root / "lora_router")
+    (root / "ensemble" / "config.pbtxt").unlink()
+
+
+def large_bundle(root: Path) -> None:
+    """A bundle whose weights are just too large for a message; the file is a hole."""
+    without_router(root)
+    folder = root.parent / "given" / "abc"
+    adapter(folder, dtype="V2")
+    open_memmap(folder / "model.lora_weights.npy", mode="w+", dtype="V2", shape=(1, 1, 2**30))
+
+
+def bls(root: Path) -> None:
+    """NVIDIA's other way to the engine, a model that copies tensors through numpy."""
+    folder = root / "tensorrt_llm_bls"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text("x = tensor.as_numpy()\n")
+    text = (root / TENSORRT_LLM).read_text().replace('"tensorrt_llm"', '"tensorrt_llm_bls"')
+    (folder / "config.pbtxt").write_text(text.replace("tensorrtllm", "python"))
+
+
+def nvidias_python_model(root: Path) -> None:
+    """tensorrt_llm in NVIDIA's python form, which reads the prefetch directory's name as a number."""
+    prefetch()(root)
+    edit(TENSORRT_LLM, 'backend: "tensorrtllm"', 'backend: "python"')(root)
+    (root / "tensorrt_llm" / "1" / "model.py").write_text('int(parameters["lora_prefetch_dir"])\n')
+
+
+def count_of(model: str, count: int) -> Change:
+    """Instances of a model."""
+    return configure(model, lambda config: setattr(config.instance_group[0], "count", count))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mistake, and what must be said of it."""
+
+    rule: str
+    change: Change
+    says: str
+    fix: str
+    model: str = "tensorrt_llm"
+    """Whose config.pbtxt is named; "" for the repository."""
+    dtype: str = "bfloat16"
+    warning: bool = False
+
+
+def wrong(rule: str, change: Change, says: str, fix: str, model: str = "tensorrt_llm", **more: Any) -> Case:
+    """A case on one line."""
+    return Case(rule, change, says, fix, model, **more)
+
+
+CASES = [
+    wrong("not-a-config", edit(TENSORRT_LLM, "input {", "inputs {"), "not a model configuration", "correct it"),
+    wrong("placeholder", edit(TENSORRT_LLM, "max_batch_size: 64", "max_batch_size: ${x}"), "cannot parse", "with 1"),
+    wrong(
+        "placeholder",
+        edit(TENSORRT_LLM, "decoupled: true", "decoupled: ${decoupled_mode}"),
+        "${decoupled_mode}",
+        "true",
+    ),
+    wrong("placeholder", edit(TENSORRT_LLM, "TYPE_BF16", "${lora_datatype}"), "${lora_datatype}", "TYPE_FP16"),
+    wrong(
+        "placeholder", edit(TENSORRT_LLM, '"tensorrtllm"', '"${triton_backend}"'), "backend ${triton_b", "tensorrtllm"
+    ),
+    wrong(
+        "placeholder-text", parameter("tensorrt_llm", "gpt_model_path", "${engine_dir}"), "the text ${engine", "fill it"
+    ),
+    wrong(
+        "placeholder-text",
+        parameter("tensorrt_llm", "lora_prefetch_dir", "${x}"),
+        "is the text ${x}",
+        "leave the parameter",
+    ),
+    wrong(
+        "placeholder-default",
+        parameter("tensorrt_llm", "enable_kv_cache_reuse", "${y}"),
+        "defaults are in force, with warnings in the log: enable_kv_cache_reuse",
+        "leave these",
+        warning=True,
+    ),
+    wrong(
+        "model-name",
+        configure("tensorrt_llm", lambda c: setattr(c, "name", "llm")),
+        "is named llm",
+        "write tensorrt_llm",
+    ),
+    wrong("no-version", lambda root: (root / "tensorrt_llm" / "1").rmdir(), "no version folder", "make a folder 1"),
+    wrong(
+        "no-model-py",
+        lambda root: (root / "lora_router" / "1" / "model.py").unlink(),
+        "no model.py",
+        "put one",
+        "lora_router",
+    ),
+    wrong(
+        "no-tensorrt-llm",
+        lambda root: (root / "tensorrt_llm").rename(root / "llm"),
+        "no model tensorrt_llm",
+        "render one",
+        "",
+    ),
+    wrong("renamed-tensor", edit(TENSORRT_LLM, '"min_tokens"', '"min_length"'), "was renamed", "write min_tokens"),
+    wrong("tensor-missing", remove_input("lora_task_id"), "requests are refused", "add lora_task_id TYPE_UINT64"),
+    wrong("tensor-missing", remove_input("seed"), "input seed is missing", "add seed TYPE_UINT64 [1]", warning=True),
+    wrong(
+        "tensor-type",
+        tensor("lora_task_id", data_type=model_config_pb2.TYPE_INT32),
+        "is TYPE_INT32",
+        "write TYPE_UINT64",
+    ),
+    wrong("tensor-dims", tensor("lora_config", dims=[3]), "has dims [3]", "write [-1, 3]"),
+    wrong("task-id-reshape", tensor("lora_task_id", reshape=None), "no reshape", "add reshape"),
+    wrong("lora-pair", remove_input("lora_weights"), "lora_config without lora_weights", "add lora_weights"),
+    wrong("lora-type", tensor("lora_weights", data_type=model_config_pb2.TYPE_FP16), "dtype is bfloat16", "TYPE_BF16"),
+    wrong("lora-numpy", bls, "cannot pass this model.py", "send them to tensorrt_llm", "tensorrt_llm_bls"),
+    wrong("lora-columns", tensor("lora_config", dims=[-1, 4]), "4 columns here", "the same in every model"),
+    wrong("bundle-columns", bundle(columns=4, dtype="V2"), "abc has 4 columns (DoRA", "write [-1, 4] in every model"),
+    wrong("bundle-columns", bundle(columns=4, dtype="V2"), "abc has 4 columns", "write [-1, 4]", "lora_router"),
+    wrong("bundle-columns", bundle(columns=4, dtype="V2"), "abc has 4 columns", "write [-1, 4]", "ensemble"),
+    wrong(
+        "bundle-type",
+        bundle(dtype="<f2"),
+        "abc: weights are float16, the engine's dtype is bfloat16",
+        "--dtype bfloat16",
+    ),
+    wrong("bundle-size", large_bundle, "abc: weights of 2.0 GiB", "shared memory"),
+    wrong("zero-task-id", configure("tensorrt_llm", warm_up_with_zeros), "lora_task_id 0", "input_data_file"),
+    wrong("prefetch-bfloat16", prefetch(dtype="V2"), "on a bfloat16 engine", "leave it out"),
+    wrong("prefetch-python", nvidias_python_model, "as a number", "use backend tensorrtllm", dtype="float16"),
+    wrong(
+        "prefetch-missing", parameter("tensorrt_llm", "lora_prefetch_dir", "/no/where"), "does not exist", "correct it"
+    ),
+    wrong("prefetch-name", prefetch("abc"), "lora_prefetch_dir/abc: is not a task id", "from 1 to", dtype="float16"),
+    wrong("prefetch-name", prefetch("٣"), "is not a task id", "from 1 to", dtype="float16"),
+    wrong("prefetch-zero", prefetch("0"), "task id 0", "from 1 to", dtype="float16"),
+    wrong("prefetch-overflow", prefetch("3000000000"), "int32", "at most 2147483647", dtype="float16"),
+    wrong("prefetch-files", prefetch(files=False), "no model.lora_weights.npy", "convert", dtype="float16"),
+    wrong(
+        "prefetch-array",
+        prefetch(spoil="model.lora_weights.npy"),
+        "model.lora_weights.npy is not",
+        "again",
+        dtype="float16",
+    ),
+    wrong(
+        "prefetch-array",
+        prefetch(spoil="model.lora_config.npy"),
+        "model.lora_config.npy is not",
+        "again",
+        dtype="float16",
+    ),
+    wrong("prefetch-type", prefetch(dtype="<f4"), "B#791", "--dtype float16", dtype="float16"),
+    wrong(
+        "engine-unread",
+        lambda root: shutil.rmtree(root.parent / "engine"),
+        "cannot be read from here",
+        "--engine DIR",
+        warning=True,
+    ),
+    wrong("engine-version", engine(version="1.3.0"), "built by TensorRT-LLM 1.3.0", "write 1.2.1"),
+    wrong("engine-no-lora", engine(build_config__plugin_config__lora_plugin=None), "without LoRA", "--lora_plugin"),
+    wrong(
+        "batch-size",
+        engine(build_config__max_batch_size=8),
+        "max_batch_size 64, the engine was built for 8",
+        "write 8",
+        warning=True,
+    ),
+    wrong(
+        "cache-fraction",
+        parameter("tensorrt_llm", "lora_cache_gpu_memory_fraction", ""),
+        "0.02",
+        "set it",
+        warning=True,
+    ),
+    wrong(
+        "cache-number", parameter("tensorrt_llm", "lora_cache_max_adapter_size", "many"), "no number", "whole number"
+    ),
+    wrong(
+        "cache-rank", parameter("tensorrt_llm", "lora_cache_max_adapter_size", "8"), "below the engine's", "write 64"
+    ),
+    wrong(
+        "cache-memory",
+        parameter("tensorrt_llm", "lora_cache_host_memory_bytes", "1000"),
+        "Not enough space",
+        "raise it",
+    ),
+    wrong(
+        "cache-mirror",
+        parameter("lora_router", "lora_cache_host_memory_bytes", "5"),
+        "miscounts",
+        "in both",
+        "lora_router",
+    ),
+    wrong("batching-v1", parameter("tensorrt_llm", "gpt_model_type", "V1"), "does not feed LoRA", "inflight_fused"),
+    wrong(
+        "not-decoupled",
+        edit(TENSORRT_LLM, "decoupled: true", "decoupled: false"),
+        "streaming is refused",
+        "true",
+        warning=True,
+    ),
+    wrong("instances", count_of("tensorrt_llm", 2), "2 instances", "count: 1"),
+    wrong("router-instances", count_of("lora_router", 2), "two slot managers", "count: 1", "lora_router"),
+    wrong(
+        "router-decoupled",
+        configure("lora_router", lambda c: c.ClearField("model_transaction_policy")),
+        "not decoupled",
+        "true",
+        "lora_router",
+    ),
+    wrong(
+        "step-model",
+        edit("ensemble/config.pbtxt", 'model_name: "postprocessing"', 'model_name: "post"'),
+        "step post is no",
+        "add the folder post",
+        "ensemble",
+    ),
+    wrong("step-input", map_to("tensorrt_llm", "no_such", "text_input"), "has no input no_such", "correct", "ensemble"),
+    wrong("step-source", map_to("tensorrt_llm", "seed", "nobody"), "given by no earlier step", "correct", "ensemble"),
+    wrong(
+        "step-types", map_to("tensorrt_llm", "seed", "temperature"), "different types", "make both the same", "ensemble"
+    ),
+    wrong("step-unfed", unmap("preprocessing", "QUERY"), "needs QUERY", "add it", "ensemble"),
+    wrong(
+        "step-output", take_from("postprocessing", "NOTHING", "more"), "has no output NOTHING", "output_map", "ensemble"
+    ),
+    wrong("lora-without-id", unmap("tensorrt_llm", "lora_task_id"), "are ignored", "map lora_task_id", "ensemble"),
+    wrong(
+        "lora-id-lost",
+        both(*(unmap("tensorrt_llm", f"lora_{name}") for name in ("task_id", "weights", "config"))),
+        "every adapter is answered by the base",
+        "map lora_task_id",
+        "ensemble",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
+def test_what_is_wrong_is_found(tmp_path: Path, case: Case) -> None:
+    """Each mistake is told by its rule, with the file it is in, a line, what it does and the remedy."""
+    root = make_repository(tmp_path, case.dtype)
+    assert check_repository(root) == []
+    case.change(root)
+    given = tmp_path / "given"
+    found = check_repository(root, bundles=given if given.is_dir() else None)
+    place = root / case.model / "config.pbtxt" if case.model else root
+    hits = [each for each in found if (each.rule, each.file) == (case.rule, str(place))]
+    assert any(case.says in hit.what and case.fix in hit.fix and hit.warning == case.warning for hit in hits), found
+    assert all(1 <= hit.line <= (len(place.read_text().splitlines()) if case.model else 1) for hit in hits)
+
+
+def test_every_documented_rule_is_tried() -> None:
+    """The table in docs/engines.md has the rules of the code, and each of them has its wrong input above."""
+    page = (ROOT / "docs" / "engines.md").read_text()
+    table = page.partition("<!-- generated: repo rules -->")[2].partition("<!-- end: repo rules -->")[0]
+    assert re.findall(r"^\| `([a-z0-9-]+)` \|", table, re.MULTILINE) == list(RULES)
+    assert {case.rule for case in CASES} == set(RULES)
+    assert set(rules_in_code()) == set(RULES)
+
+
+def rules_in_code() -> Iterator[str]:
+    """Rules that findings are made with: `Finding`'s third argument, `finding`'s first, and what it is handed."""
+    for file in (ROOT / "clients" / "lora_slots").glob("repo_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            arguments: list[ast.expr] = []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                arguments = {"Finding": node.args[2:3], "finding": node.args[:1]}.get(node.func.id, [])
+            elif isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 3:
+                arguments = node.value.elts[:1]
+            for argument in arguments:
+                if isinstance(argument, ast.Constant):
+                    yield str(argument.value)
 
 
 def test_the_line_is_the_tensors(tmp_path: Path) -> None:
@@ -350,74 +573,6 @@ def test_the_line_is_the_tensors(tmp_path: Path) -> None:
     assert str(finding).startswith(f"{root / TENSORRT_LLM}:{finding.line}: lora_weights is TYPE_FP16")
 
 
-def adapter(folder: Path, columns: int = 3, dtype: str = "<f2") -> None:
-    """The two arrays of an adapter."""
-    folder.mkdir(parents=True)
-    np.save(folder / "model.lora_config.npy", np.zeros((1, 2, columns), np.int32))
-    np.save(folder / "model.lora_weights.npy", np.zeros((1, 2, 8), dtype))
-
-
-def test_three_columns_with_dora_bundles(tmp_path: Path) -> None:
-    """tensorrtllm_backend#750: [-1, 3] in the configs and 4-column adapters, in all three models on the path."""
-    root = make_repository(tmp_path)
-    adapter(tmp_path / "bundles" / "abc", columns=4)
-    found = [each for each in check_repository(root, bundles=tmp_path / "bundles") if each.rule == "lora-columns"]
-    assert {Path(each.file).parent.name for each in found} == {"ensemble", "lora_router", "tensorrt_llm"}
-    assert all("write [-1, 4] in every model" in each.fix for each in found)
-
-
-def test_prefetch_on_bfloat16(tmp_path: Path) -> None:
-    """The runtime's loadNpy cannot read bfloat16 files, so the directory does nothing."""
-    root = make_repository(tmp_path, engine={"lora_prefetch_dir": str(tmp_path)})
-    assert any("on a bfloat16 engine" in each.what for each in errors(check_repository(root)))
-
-
-def test_prefetch_directories_that_fail_in_silence(tmp_path: Path) -> None:
-    """Missing, misnamed, zero, too large, incomplete and wrongly typed prefetch folders are five different errors."""
-    root = make_repository(tmp_path, "float16", engine={"lora_prefetch_dir": str(tmp_path / "adapters")})
-    assert any("does not exist" in each.what for each in errors(check_repository(root)))
-    for name, dtype in (("abc", "<f2"), ("0", "<f2"), ("3000000000", "<f2"), ("7", "<f4"), ("12", "<f2")):
-        adapter(tmp_path / "adapters" / name, dtype=dtype)
-    (tmp_path / "adapters" / "9").mkdir()
-    found = {
-        each.what.removeprefix("lora_prefetch_dir/").partition(":")[0]: each.what
-        for each in errors(check_repository(root))
-    }
-    assert set(found) == {"abc", "0", "3000000000", "7", "9"}
-    assert "skipped" in found["abc"]
-    assert "task id 0" in found["0"]
-    assert "int32" in found["3000000000"]
-    assert "B#791" in found["7"]
-    assert "no model.lora_weights.npy" in found["9"]
-
-
-def test_engines_that_do_not_fit(tmp_path: Path) -> None:
-    """An engine of a version without engines, and one built without LoRA, are told."""
-    root = make_repository(tmp_path)
-    make_engine(tmp_path / "engine", version="1.3.0")
-    assert any("built by TensorRT-LLM 1.3.0" in each.what for each in check_repository(root))
-    config = json.loads((tmp_path / "engine" / "config.json").read_text())
-    config["build_config"]["plugin_config"]["lora_plugin"] = None
-    (tmp_path / "engine" / "config.json").write_text(json.dumps(config))
-    assert any("built without LoRA" in each.what for each in check_repository(root))
-
-
-def test_numpy_models_cannot_carry_bfloat16(tmp_path: Path) -> None:
-    """tensorrtllm_backend#671: a BLS model that copies tensors through numpy stands in the way."""
-    root = make_repository(tmp_path)
-    bls = root / "tensorrt_llm_bls"
-    (bls / "1").mkdir(parents=True)
-    (bls / "1" / "model.py").write_text("x = tensor.as_numpy()\n")
-    text = (
-        (root / TENSORRT_LLM)
-        .read_text()
-        .replace('"tensorrt_llm"', '"tensorrt_llm_bls"')
-        .replace("tensorrtllm", "python")
-    )
-    (bls / "config.pbtxt").write_text(text)
-    assert any("cannot pass this model.py" in each.what for each in errors(check_repository(root)))
-
-
 def test_every_problem_at_once(tmp_path: Path) -> None:
     """A file that does not parse is still looked through for all the rest."""
     root = make_repository(tmp_path)
@@ -427,7 +582,7 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
         edit(TENSORRT_LLM, "inflight_fused_batching", "V1"),
     ):
         change(root)
-    assert {"placeholder", "lora-type", "batching"} <= {each.rule for each in check_repository(root)}
+    assert {"placeholder", "lora-type", "batching-v1"} <= {each.rule for each in check_repository(root)}
 
 
 def test_no_repository(tmp_path: Path) -> None:
