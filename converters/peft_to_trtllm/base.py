@@ -73,6 +73,13 @@ class Base(NamedTuple):
         """Output width of the keys, and of the values."""
         return self.kv_heads * self.head_size if self.kv_heads and self.head_size else None
 
+    @property
+    def layers_alike(self) -> bool:
+        """Whether every layer has the same modules, as far as the config tells."""
+        kinds = self.raw.get("layer_types")
+        mixed = isinstance(kinds, list) and any(str(kind).startswith(("linear", "mamba", "conv")) for kind in kinds)
+        return not (mixed or self.experts or self.kv_heads_of_layer)
+
     def kv_of(self, layer: int) -> int | None:
         """The same in one layer."""
         if layer >= len(self.kv_heads_of_layer):

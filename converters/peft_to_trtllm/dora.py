@@ -15,6 +15,7 @@ import numpy as np
 
 from peft_to_trtllm.base import Base
 from peft_to_trtllm.errors import InputError
+from peft_to_trtllm.families import CONV1D
 from peft_to_trtllm.keys import Place, parse_path
 from peft_to_trtllm.load import Loader
 from peft_to_trtllm.report import Findings
@@ -22,8 +23,6 @@ from peft_to_trtllm.rounding import Floats, values_of
 from peft_to_trtllm.rows import Plan, Row
 from peft_to_trtllm.tensor_file import FileProblem, Tensor, TensorFile, open_safetensors
 
-_TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
-"""Families whose base weights are stored (in, out): Conv1D."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _ROWS = 256
 
@@ -36,7 +35,7 @@ class BaseWeights:
 
     def __init__(self, path: Path, base: Base | None) -> None:
         self.path = path
-        self._transposed = base is not None and base.model_type in _TRANSPOSED
+        self._transposed = base is not None and base.model_type in CONV1D
         self._files = _open_all(path)
         self._tensors: dict[_Key, tuple[TensorFile, Tensor]] = {}
         twice: set[_Key] = set()
@@ -93,7 +92,7 @@ class BaseWeights:
             return
         (block,) = row.blocks
         tensor = found[1]
-        total = block.factors.b.shape[0]
+        total = block.factors.d_out
         shape = (total, row.d_in)
         wanted = shape[::-1] if self._transposed else shape
         if tensor.shape != wanted or tensor.dtype not in _FLOATS:

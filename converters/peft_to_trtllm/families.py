@@ -153,8 +153,13 @@ _GATED = frozenset(
 )  # fmt: skip
 """model_types without leaves of their own whose MLP has a gate_proj beside its up_proj (transformers 5)."""
 
+CONV1D = frozenset({"gpt2", "openai-gpt"})
+"""Families that store their linear weights (in, out)."""
+
 DECODER_PREFIX = frozenset({"opt", "xglm"})
 """Families whose text layers stand under `model.decoder`."""
+
+_GATED_QUERIES = ("qwen3_next", "qwen3_5", "qwen4_exp")
 
 NO_MODULE: Mapping[str, str] = {
     "q_a_proj": "multi-head latent attention",
@@ -175,7 +180,7 @@ NO_MODULE: Mapping[str, str] = {
 }
 """Parts of a leaf that no module of the 1.2 line can carry, and what they are."""
 
-_EXPERT = re.compile(r"(?<=experts\.)\d{1,6}(?=\.)")
+_EXPERT = re.compile(r"(?<=experts\.)(?:0|[1-9]\d{0,5})(?=\.)")
 
 
 def leaves_of(base: Base | None) -> Mapping[str, Leaf]:
@@ -187,6 +192,17 @@ def leaves_of(base: Base | None) -> Mapping[str, Leaf]:
             return _CHATGLM1
         return _CHATGLM if base.raw.get("multi_query_attention") else _CHATGLM_NO_GROUPS
     return FAMILIES.get(base.model_type, {})
+
+
+def no_module_of(leaf: str, base: Base | None) -> str | None:
+    """Why a leaf of a usual name is another thing in this base, and one no module can carry; None where it is not."""
+    if base is None or not leaf.startswith("self_attn."):
+        return None
+    if base.raw.get("kv_lora_rank"):
+        return "multi-head latent attention"
+    if leaf == "self_attn.q_proj" and base.model_type.startswith(_GATED_QUERIES):
+        return "the queries and an output gate in one matrix"
+    return None
 
 
 def up_is_ambiguous(leaf: str, base: Base | None, *, has_gate: bool) -> bool:

@@ -7,11 +7,11 @@ those it does not know with a warning). Verdicts: docs/conversion-rules.md#field
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from peft_to_trtllm.field_reader import FieldReader, short
 from peft_to_trtllm.report import Findings
 
 DEFAULT_ALPHA = 8
@@ -41,6 +41,7 @@ class Settings(NamedTuple):
     """Group size of QALoRA, 0 where it is off."""
     base_model: str | None = None
     base_revision: str | None = None
+    peft_version: str = ""
 
 
 NO_EFFECT = frozenset(
@@ -84,6 +85,9 @@ MUST_BE_OFF: Mapping[str, tuple[str, str]] = {
 }  # fmt: skip
 """Features that lora_weights cannot say: field -> (rule, advice)."""
 
+VARIANTS = ("use_dora", "use_bdlora", "velora_config", "monteclora_config")
+"""Ways to compute a layer of which PEFT takes one at a time; those that are refused anyhow are not here."""
+
 PLAIN_INITS = frozenset({"gaussian", "orthogonal", "eva", "mica"})
 MUTATING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -96,18 +100,19 @@ def read_settings(config: Mapping[str, Any], *, has_base_weights: bool, problems
     """
     if not _check_type(config, problems):
         return Settings()  # the fields are another method's: nothing more can be said of them
-    reader = _Reader(config, problems)
+    reader = FieldReader(config, problems)
     for name, (rule, advice) in MUST_BE_OFF.items():
         if _is_on(config.get(name)):
-            problems.add(rule, f"adapter_config.json {name}", f"{name} is {_short(config[name])}", advice)
+            problems.add(rule, f"adapter_config.json {name}", f"{name} is {short(config[name])}", advice)
     _check_bias(config, problems)
+    _check_variants(config, problems)
     _check_init(config.get("init_lora_weights"), problems)
     for name, value in config.items():
         if name not in KNOWN and _is_on(value):
             problems.add(
                 "unknown-field",
                 f"adapter_config.json {name}",
-                f"a field this converter does not know is on: {name} is {_short(value)}",
+                f"a field this converter does not know is on: {name} is {short(value)}",
                 "what it does to the weights is not known here; if it does nothing at inference, set it to null",
             )
     use_dora = reader.flag("use_dora")
@@ -130,6 +135,7 @@ def read_settings(config: Mapping[str, Any], *, has_base_weights: bool, problems
         qalora_group=reader.whole("qalora_group_size", 16) if reader.flag("use_qalora") else 0,
         base_model=_text(config.get("base_model_name_or_path")),
         base_revision=_text(config.get("revision")),
+        peft_version=_text(config.get("peft_version")) or "",
     )
 
 
@@ -140,7 +146,7 @@ def _check_type(config: Mapping[str, Any], problems: Findings) -> bool:
     if kind is None and ("fine_tune_type" in config or "lora_parameters" in config):
         found = "an MLX adapter (fine_tune_type, lora_parameters): its factors are transposed and its scale is another"
     else:
-        found = "no peft_type" if kind is None else f"peft_type is {_short(kind)}, not LORA"
+        found = "no peft_type" if kind is None else f"peft_type is {short(kind)}, not LORA"
     problems.add(
         "peft-type",
         "adapter_config.json peft_type",
@@ -156,9 +162,17 @@ def _check_bias(config: Mapping[str, Any], problems: Findings) -> None:
         problems.add(
             "bias",
             "adapter_config.json bias",
-            f"bias is {_short(bias)}: biases of the base were trained",
+            f"bias is {short(bias)}: biases of the base were trained",
             "lora_weights has no place for a bias; retrain with bias='none', or merge the adapter into the base",
         )
+
+
+def _check_variants(config: Mapping[str, Any], problems: Findings) -> None:
+    names = [name for name in VARIANTS if _is_on(config.get(name))]
+    names += ["init_lora_weights"] * (config.get("init_lora_weights") == "mica")
+    if len(names) > 1:
+        found = f"{' and '.join(names)} are on: variants of LoRA that PEFT does not combine"
+        problems.add("variants", "adapter_config.json", found, "the config as PEFT saved it")
 
 
 def _check_init(init: Any, problems: Findings) -> None:
@@ -173,7 +187,7 @@ def _check_init(init: Any, problems: Findings) -> None:
     problems.add(
         "unknown-field",
         "adapter_config.json init_lora_weights",
-        f"init_lora_weights is {_short(init)}, a start this converter does not know",
+        f"init_lora_weights is {short(init)}, a start this converter does not know",
         "whether it modified the base is not known here; if it did not, set the field to true",
     )
 
@@ -185,12 +199,12 @@ def _block_diagonal(value: Any, problems: Findings) -> BlockDiagonal | None:
     known = {"target_modules_bd_a", "target_modules_bd_b", "nblocks", "match_strict"}
     if not isinstance(value, dict) or not set(value) <= known:
         problems.add(
-            "bd-lora", where, f"use_bdlora is {_short(value)}", f"an object with only {', '.join(sorted(known))}"
+            "bd-lora", where, f"use_bdlora is {short(value)}", f"an object with only {', '.join(sorted(known))}"
         )
         return None
     nblocks = value.get("nblocks", 1)
     if type(nblocks) is not int or nblocks < 1:
-        problems.add("bd-lora", where, f"nblocks is {_short(nblocks)}", "a whole number, 1 or more")
+        problems.add("bd-lora", where, f"nblocks is {short(nblocks)}", "a whole number, 1 or more")
         return None
     a_names = _names(value.get("target_modules_bd_a"), "use_bdlora target_modules_bd_a", problems)
     b_names = _names(value.get("target_modules_bd_b"), "use_bdlora target_modules_bd_b", problems)
@@ -202,71 +216,12 @@ def _names(value: Any, name: str, problems: Findings) -> tuple[str, ...]:
         return ()
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
-    problems.add("field-type", f"adapter_config.json {name}", f"{name} is {_short(value)}", "a list of names, or null")
+    problems.add("field-type", f"adapter_config.json {name}", f"{name} is {short(value)}", "a list of names, or null")
     return ()
-
-
-class _Reader:
-    """Typed access to single fields; a wrong type is a problem, never a guess."""
-
-    def __init__(self, config: Mapping[str, Any], problems: Findings) -> None:
-        self._config = config
-        self._problems = problems
-
-    def flag(self, name: str) -> bool:
-        value = self._config.get(name)
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        self._wrong(name, value, "true or false")
-        return False
-
-    def number(self, name: str, default: float) -> float:
-        value = self._config.get(name, default)
-        if _is_number(value):
-            return float(value)
-        self._wrong(name, value, "a finite number")
-        return default
-
-    def whole(self, name: str, default: int) -> int:
-        value = self._config.get(name, default)
-        if type(value) is int and 0 < value < 1 << 31:
-            return value
-        self._wrong(name, value, "a whole number, 1 or more")
-        return default
-
-    def pattern(self, name: str, *, whole: bool) -> dict[str, float]:
-        value = self._config.get(name)
-        if value is None:
-            return {}
-        kind = "whole numbers, 1 or more" if whole else "finite numbers"
-        if not isinstance(value, dict):
-            self._wrong(name, value, f"an object of {kind}")
-            return {}
-        good = {}
-        for key, item in value.items():
-            if _is_number(item) and (not whole or (type(item) is int and item > 0)):
-                good[key] = item
-            else:
-                self._wrong(f"{name} {key!r}", item, kind)
-        return good
-
-    def _wrong(self, name: str, value: Any, wanted: str) -> None:
-        self._problems.add("field-type", f"adapter_config.json {name}", f"{name} is {_short(value)}", wanted)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < 1 << 64 and math.isfinite(value)
 
 
 def _is_on(value: Any) -> bool:
     return value not in (None, False, 0, "", "none") and not (isinstance(value, list | dict) and not value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _text(value: Any) -> str | None:
@@ -278,16 +233,16 @@ _JUDGED: Mapping[str, Callable[..., Any]] = {
     "bias": _check_bias,
     "init_lora_weights": _check_init,
     "use_bdlora": _block_diagonal,
-    "use_qalora": _Reader.flag,
-    "qalora_group_size": _Reader.whole,
-    "r": _Reader.whole,
-    "lora_alpha": _Reader.number,
-    "use_rslora": _Reader.flag,
-    "use_dora": _Reader.flag,
-    "lora_bias": _Reader.flag,
-    "rank_pattern": _Reader.pattern,
-    "alpha_pattern": _Reader.pattern,
+    "use_qalora": FieldReader.flag,
+    "qalora_group_size": FieldReader.whole,
+    "r": FieldReader.whole,
+    "lora_alpha": FieldReader.number,
+    "use_rslora": FieldReader.flag,
+    "use_dora": FieldReader.flag,
+    "lora_bias": FieldReader.flag,
+    "rank_pattern": FieldReader.pattern,
+    "alpha_pattern": FieldReader.pattern,
 }
 
 KNOWN = NO_EFFECT | MUST_BE_OFF.keys() | _JUDGED.keys()
-"""Every field with a verdict. `tests/converters/test_fields.py` holds it against the installed PEFT."""
+"""Every field with a verdict. `tests/converters/test_peft.py` holds it against the installed PEFT."""

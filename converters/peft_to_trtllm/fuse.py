@@ -88,7 +88,7 @@ def _blocks(parts: Mapping[str, Row], outs: Mapping[str, Index]) -> tuple[tuple[
     blocks, rank = [], 0
     for group in groups.values():
         factors = group[0][0].factors
-        every = np.arange(factors.b.shape[0])
+        every = np.arange(factors.d_out)
         b_rows = np.concatenate([every[block.b_rows] for block, _ in group])
         blocks.append(Block(factors, b_rows, np.concatenate([out for _, out in group]), rank_at=rank))
         rank += factors.rank

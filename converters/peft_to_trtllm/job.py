@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with (rows done, rows in all)."""
 
-TOOL = "lora-slots/peft_to_trtllm 2"
+TOOL = "lora-slots/peft_to_trtllm 3"
 """Written into bundles. The number rises when the same adapter would give other bytes."""
 
 

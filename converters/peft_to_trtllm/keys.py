@@ -213,4 +213,5 @@ def _unknown(found: str, wanted: str) -> Refused:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 6
+    """A layer number as models spell it: no leading zero, which would be a second name for a layer."""
+    return text.isascii() and text.isdigit() and len(text) <= 6 and (text == "0" or text[0] != "0")

@@ -10,19 +10,12 @@ from typing import NamedTuple
 
 from peft_to_trtllm.base import Base
 from peft_to_trtllm.dims import SYMBOLS, Dimensions
-from peft_to_trtllm.experts import experts_leaf, place_experts
-from peft_to_trtllm.families import (
-    DECODER_PREFIX,
-    NO_MODULE,
-    Leaf,
-    families_with,
-    find_leaf,
-    leaf_name,
-    up_is_ambiguous,
-)
+from peft_to_trtllm.experts import Experts, experts_leaf
+from peft_to_trtllm.families import CONV1D, Leaf, leaf_name
 from peft_to_trtllm.fields import Settings
-from peft_to_trtllm.keys import PREFIX_WORDS, Place, Refused, parse_path
+from peft_to_trtllm.keys import Place, Refused, parse_path
 from peft_to_trtllm.modules import Adapted
+from peft_to_trtllm.placing import meaning_of, place_fits
 from peft_to_trtllm.report import Match, Report
 from peft_to_trtllm.rows import Block, Factors, Plan, Row
 from peft_to_trtllm.scale import Scale, ScaleRules
@@ -60,14 +53,11 @@ class Planner:
     def plan(self, modules: list[Adapted]) -> Plan | None:
         """Rows for all modules, or None with the reasons in the report."""
         self._has_gate = any(adapted.path.endswith(".gate_proj") for adapted in modules)
-        targets = [target for adapted in modules for target in self._targets(adapted)]
-        for field_name, key in self.scales.unused():
-            self.report.warnings.add(
-                "patterns",
-                f"adapter_config.json {field_name}",
-                f"pattern {key!r} matches no module of the file",
-                "PEFT passes over it silently too; check its spelling",
-            )
+        placed = [(adapted, place) for adapted in modules if (place := self._place(adapted))]
+        wrapped = [adapted for adapted, place in placed if experts_leaf(".".join(place.leaf))]
+        experts = Experts(wrapped, self.base, self.settings.peft_version, self.scales, self.problems)
+        targets = [target for adapted, place in placed for target in self._targets(adapted, place, experts)]
+        self._note_config(placed)
         if not targets and not self.problems:
             self.problems.add(
                 "no-tensors", "the file", "not one tensor lands in the model", "an adapter that changes something"
@@ -78,35 +68,57 @@ class Planner:
         scales = {target.adapted.path: target.block.factors.scale for target in targets}
         return Plan(tuple(sorted(rows, key=lambda row: (row.layer, row.module_id))), scales)
 
-    def _targets(self, adapted: Adapted) -> list[Target]:
+    def _place(self, adapted: Adapted) -> Place | None:
         place = parse_path(adapted.path)
         if isinstance(place, Refused):
             self.problems.add(place.rule, adapted.a.name, place.found, place.wanted)
+            return None
+        return place if place_fits(place, adapted.a.name, self.base, self.problems) else None
+
+    def _note_config(self, placed: list[tuple[Adapted, Place]]) -> None:
+        """What the config says of modules that the file says otherwise."""
+        for field_name, key in self.scales.unused():
+            self.report.warnings.add(
+                "patterns",
+                f"adapter_config.json {field_name}",
+                f"pattern {key!r} matches no module of the file",
+                "PEFT passes over it silently too; check its spelling",
+            )
+        paths = [(adapted.path.replace(".base_layer", ""), place) for adapted, place in placed]
+        for path, _ in paths:
+            if not self.targeting.covers(path):
+                self.report.warnings.add(
+                    "targets",
+                    path,
+                    "not targeted by adapter_config.json; it is converted",
+                    "PEFT would pass over these tensors: a config that covers the file, or a file without them",
+                )
+        base = self.base
+        alike = base.layers_alike if base else not any("experts" in place.leaf for _, place in placed)
+        self.targeting.note_absent(paths, base.layers if base else None, alike=alike)
+
+    def _targets(self, adapted: Adapted, place: Place, experts: Experts) -> list[Target]:
+        name = ".".join(place.leaf)
+        if experts_leaf(name):
+            return self._expert_targets(adapted, place, experts)
+        meaning = meaning_of(name, adapted.a.name, self.base, self.problems, has_gate=self._has_gate)
+        rule = self._scale(adapted) if meaning else None
+        if meaning is None or rule is None:
             return []
-        if not self._place_fits(place, adapted):
-            return []
-        self._note_untargeted(adapted, place.layer)
-        leaf_path = ".".join(place.leaf)
-        if experts_leaf(leaf_path):
-            return self._expert_targets(adapted, place)
-        leaf, expert = find_leaf(leaf_path, self.base)
-        if leaf is None:
-            self._no_leaf(leaf_path, adapted)
-            return []
-        if up_is_ambiguous(leaf_path, self.base, has_gate=self._has_gate):
-            self._ambiguous_up(leaf_path, adapted)
-            return []
-        rule = self._scale(adapted)
-        if rule is None:
-            return []
-        factors = stored_factors(adapted, rule.scale, self.settings, self.dims, leaf, place.layer, self.problems)
+        leaf, expert = meaning
+        factors = stored_factors(
+            adapted, rule.scale, self.settings, self.dims, leaf, place.layer, self._is_turned(adapted), self.problems
+        )
         if factors is None or not self._rank_fits(factors, rule.rank, adapted):
             return []
-        d_in, d_out = factors.a.shape[1] * factors.a_repeat * factors.a_blocks, factors.b.shape[0]
-        targets = self._split(adapted, place, leaf, factors, d_in, d_out, expert)
+        targets = self._split(adapted, place, leaf, factors, expert)
         if targets:
             self._note(place, factors, leaf.modules)
         return targets
+
+    def _is_turned(self, adapted: Adapted) -> bool:
+        """Whether PEFT adapted the transposed weight: target_parameters on a family that stores (in, out)."""
+        return bool(self.base and self.base.model_type in CONV1D and self.targeting.parameters(adapted.path))
 
     def _scale(self, adapted: Adapted) -> Scale | None:
         """Rank and scale of a plain module; of one wrapped by target_parameters under `<module>.<parameter>`."""
@@ -122,77 +134,10 @@ class Planner:
         )
         return None
 
-    def _note_untargeted(self, adapted: Adapted, layer: int) -> None:
-        if not self.targeting.covers(adapted.path.replace(".base_layer", ""), layer):
-            self.report.warnings.add(
-                "targets",
-                adapted.path,
-                "not among target_modules and layers_to_transform of adapter_config.json; it is converted",
-                "PEFT would pass over these tensors: a config that covers the file, or a file without them",
-            )
-
     def _note(self, place: Place, factors: Factors, modules: tuple[str, ...], remark: str = "") -> None:
         leaf = leaf_name(".".join(place.leaf))
         match = Match(leaf, place.layer, factors.rank, factors.scale, modules, remark)
         self.report.matches.append(match)
-
-    def _place_fits(self, place: Place, adapted: Adapted) -> bool:
-        layers = self.base.layers if self.base else None
-        if layers is not None and place.layer >= layers:
-            source = self.base.source if self.base else ""
-            self.problems.add(
-                "layer-range",
-                adapted.a.name,
-                f"layer {place.layer} of a base that has {layers} (from {source})",
-                "an adapter trained on this base; give the config.json of the base it was trained on",
-            )
-            return False
-        model_type = self.base.model_type if self.base else ""
-        if all(part in PREFIX_WORDS for part in place.prefix):
-            return True
-        rest = tuple(part for part in place.prefix if part not in PREFIX_WORDS)
-        if (rest == ("decoder",) and model_type in DECODER_PREFIX) or (
-            rest == ("encoder",) and model_type == "chatglm"
-        ):
-            return True
-        named = ".".join(place.prefix)
-        what = "part of an encoder-decoder, or of a family whose config.json is needed (--base)"
-        self.problems.add(
-            "unknown-prefix",
-            adapted.a.name,
-            f"the layers stand under {named!r}" + (f": {what}" if rest in (("decoder",), ("encoder",)) else ""),
-            f"a prefix of a language model: any of {', '.join(sorted(PREFIX_WORDS))}",
-        )
-        return False
-
-    def _no_leaf(self, leaf: str, adapted: Adapted) -> None:
-        reason = next((NO_MODULE[part] for part in leaf.split(".") if part in NO_MODULE), None)
-        if reason:
-            wanted = "TensorRT-LLM 1.2 has no LoRA module for it; train without it, or merge the adapter into the base"
-            self.problems.add("no-module", adapted.a.name, f"{leaf!r} is {reason}", wanted)
-            return
-        families = families_with(leaf)
-        kind = f"the base's model_type {self.base.model_type!r}" if self.base else "an unknown base"
-        if families:
-            wanted = (
-                f"the base's config.json (--base) with one of the families that define it: {', '.join(families[:12])}"
-            )
-            self.problems.add(
-                "base-needed", adapted.a.name, f"what the rows of {leaf!r} mean is not defined for {kind}", wanted
-            )
-            return
-        wanted = "a rule for this leaf in families.py: which module it is and, if fused, the order of its rows"
-        self.problems.add("unknown-module", adapted.a.name, f"no rule says what {leaf!r} is in {kind}", wanted)
-
-    def _ambiguous_up(self, leaf: str, adapted: Adapted) -> None:
-        kind = f"the base's model_type {self.base.model_type!r}" if self.base else "an unknown base"
-        self.problems.add(
-            "base-needed",
-            adapted.a.name,
-            f"{leaf!r} without a gate_proj in the file: in a gated MLP it is mlp_gate, in an ungated one mlp_h_to_4h, "
-            f"and which one {kind} has is not known here",
-            "the base's config.json (--base) of a family in families.py",
-        )
 
     def _rank_fits(self, factors: Factors, wanted: int, adapted: Adapted) -> bool:
         if factors.rank == wanted:
@@ -205,9 +150,8 @@ class Planner:
         )
         return False
 
-    def _split(
-        self, adapted: Adapted, place: Place, leaf: Leaf, factors: Factors, d_in: int, d_out: int, expert: int | None
-    ) -> list[Target]:
+    def _split(self, adapted: Adapted, place: Place, leaf: Leaf, factors: Factors, expert: int | None) -> list[Target]:
+        d_in, d_out = factors.d_in, factors.d_out
         targets = []
         pieces = split_leaf(leaf, place.layer, d_out, adapted.b.name, self.base, self.dims, self.problems)
         for piece in pieces:
@@ -220,10 +164,9 @@ class Planner:
                 targets.append(Target(piece.module, layer, d_in, piece.num_out, block, adapted))
         return targets
 
-    def _expert_targets(self, adapted: Adapted, place: Place) -> list[Target]:
-        found = place_experts(adapted, self.base, self.scales, self.problems)
+    def _expert_targets(self, adapted: Adapted, place: Place, experts: Experts) -> list[Target]:
         targets = []
-        for module, d_in, d_out, block in found:
+        for module, d_in, d_out, block in experts.place(adapted):
             symbol_in, symbol_out = SYMBOLS[module]
             good = self.dims.check(symbol_in, place.layer, d_in, adapted.a.name, f"the input width of {module}")
             good &= self.dims.check(symbol_out, place.layer, d_out, adapted.b.name, f"the output width of {module}")

@@ -117,7 +117,7 @@ class Report:
         rows = [("module", "layers", "rank", "scale", "row")]
         for (module, rank, scale, targets, remark), layers in groups.items():
             target = " + ".join(targets) + (f"  ({remark})" if remark else "")
-            rows.append((module, _ranges(layers), str(rank), f"{scale:.6g}", target))
+            rows.append((module, ranges(layers), str(rank), f"{scale:.6g}", target))
         rows += [(printable(name), "", "", "", f"none: {why}") for name, why in self.ignored.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -146,7 +146,8 @@ def _plain(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "…"
 
 
-def _ranges(layers: list[int]) -> str:
+def ranges(layers: list[int]) -> str:
+    """Numbers as spans: `0-3,7`."""
     spans: list[list[int]] = []
     for layer in sorted(set(layers)):
         if spans and layer == spans[-1][1] + 1:

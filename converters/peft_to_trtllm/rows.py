@@ -23,7 +23,7 @@ class Factors(NamedTuple):
     """One A and one B of the file, and how they are stored.
 
     The factors meant are A [r, in] and B [out, r] with ΔW = scale * B @ A; the fields say what must be done to the
-    stored tensors to get them.
+    stored tensors to get them. `a` and `b` are the tensors that give A and B, whatever the file calls them.
     """
 
     a: Tensor
@@ -37,6 +37,18 @@ class Factors(NamedTuple):
     a_blocks: int = 1
     """BD-LoRA: A is stored as this many blocks of a block-diagonal matrix."""
     b_blocks: int = 1
+    swapped: bool = False
+    """The pair adapts the transposed weight: `a` is the file's lora_B [in, r*E], `b` its lora_A [E*r, out]."""
+
+    @property
+    def d_in(self) -> int:
+        """Width of A; of one expert's."""
+        return self.a.shape[0] if self.swapped else self.a.shape[1] * self.a_repeat * self.a_blocks
+
+    @property
+    def d_out(self) -> int:
+        """Rows of B; of one expert's."""
+        return self.b.shape[1] if self.swapped else self.b.shape[0]
 
 
 class Block(NamedTuple):

@@ -4,9 +4,11 @@
     BD-LoRA   A [r, in/n] or B [out, r/n]: the n row chunks are the blocks of a block-diagonal matrix
     QALoRA    A [r, in/g]: x is averaged over groups of g inputs and multiplied by in/g, so
               A'[:, i] = A[:, i // g] * (in/g) / g
+    turned    target_parameters on a weight stored (in, out): lora_A [r, out], lora_B [in, r], ΔWᵀ = s·B·A
 
 The config's flags say what may be there, the shape what is: use_qalora means nothing on a layer that is not quantised.
-Sources: PEFT 0.21 `tuners/lora/variants.py`, BdLoraLinearVariant and QALoraLinearVariant.
+Sources: PEFT 0.21 `tuners/lora/variants.py`, BdLoraLinearVariant (its names are looked for anywhere in the module's
+path) and QALoraLinearVariant; `tuners/lora/layer.py`, ParamWrapper.
 """
 
 from __future__ import annotations
@@ -26,22 +28,23 @@ def stored_factors(
     dims: Dimensions,
     leaf: Leaf,
     layer: int,
+    is_turned: bool,
     problems: Findings,
 ) -> Factors | None:
     """The factors of a module with how they are stored; None with the reason in `problems`."""
     a, b = adapted.a, adapted.b
-    name = adapted.path.rpartition(".")[2]
+    path = adapted.path
     if settings.block_diagonal:
         blocks = settings.block_diagonal
-        a_is, b_is = any(p in name for p in blocks.a_names), any(p in name for p in blocks.b_names)
+        a_is, b_is = any(p in path for p in blocks.a_names), any(p in path for p in blocks.b_names)
         if a_is and b_is:
-            problems.add("bd-lora", a.name, f"{name!r} is in both target_modules_bd_a and _bd_b", "one of the two")
+            problems.add("bd-lora", a.name, f"{path!r} is in both target_modules_bd_a and _bd_b", "one of the two")
             return None
         if a_is or b_is:
             return _block_diagonal(adapted, scale, blocks.nblocks, a_is=a_is, problems=problems)
     repeat = 1
     width = dims.known(SYMBOLS[leaf.modules[0]][0], layer)
-    if settings.qalora_group and width is None:
+    if settings.qalora_group and width is None and not is_turned:
         problems.add(
             "qalora",
             a.name,
@@ -49,7 +52,7 @@ def stored_factors(
             "the base's config.json (--base)",
         )
         return None
-    if settings.qalora_group and a.shape[1] * settings.qalora_group == width:
+    if settings.qalora_group and not is_turned and a.shape[1] * settings.qalora_group == width:
         repeat = settings.qalora_group
         scale = scale * a.shape[1] / repeat
     if a.shape[0] != b.shape[1]:
@@ -60,6 +63,8 @@ def stored_factors(
             "A [r, in] and B [out, r] with one r",
         )
         return None
+    if is_turned:
+        return Factors(b, a, a.shape[0], scale, swapped=True)
     return Factors(a, b, a.shape[0], scale, a_repeat=repeat)
 
 

@@ -1,83 +1,191 @@
-"""Which modules and parameters the config says were adapted.
+"""Which modules and parameters the config says were adapted, beside what the file holds.
 
-`target_parameters` (PEFT 0.17 and later) wraps single parameters, and PEFT then looks rank_pattern and alpha_pattern up
-under `<module>.<parameter>`, not `<module>`. A name matches a whole tail of the path: `x == name` or `x` ends in
-`.name`. Source: PEFT 0.21 `tuners/tuners_utils.py` (`_inject_parameters`, `check_target_module_exists`).
+A module is targeted by the rules of PEFT 0.21 (`tuners/tuners_utils.py` check_target_module_exists), in this order:
 
-What the config leaves out and the file holds is a thing to know: PEFT passes over such tensors.
+    exclude_modules       a list: the path, or a tail of it after a dot; a string: re.fullmatch. Never targeted
+    target_modules        null: by family, or nothing beside target_parameters; a string: re.fullmatch;
+                          a list: the whole path (whatever the layer), or a tail of it after a dot in a layer of
+    layers_to_transform   a number or a list; empty or null is every layer
+    layers_pattern        names the list of layers; without it the first number of the path is the layer
+
+`target_parameters` (PEFT 0.17 and later) wraps single parameters whatever the other fields say, and PEFT then looks
+rank_pattern and alpha_pattern up under `<module>.<parameter>`, not `<module>`.
+
+The tensors say better than the config where LoRA is, so both differences are things to know and refuse nothing: PEFT
+passes over tensors of modules that are not targeted, and leaves modules without tensors as the base has them.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from peft_to_trtllm.report import Findings, Report
+from peft_to_trtllm.families import leaf_name
+from peft_to_trtllm.keys import Place
+from peft_to_trtllm.report import Findings, Report, ranges
 from peft_to_trtllm.scale import cost_of
 
 _MATCHING_SECONDS = 2.0
 _MOST_NAMES = 4096
+_MOST_LEAVES, _MOST_LAYERS = 256, 1024
+"""Of which the absent tensors are looked for: more than any model has."""
+
+_Test = Callable[[str], bool]
 
 
 class Targeting:
-    """The four fields of one config, checked; what cannot be read goes into `problems` or the warnings."""
+    """The fields of one config, checked; what cannot be read goes into the problems or the warnings."""
 
     def __init__(self, config: Mapping[str, Any], report: Report) -> None:
-        self._parameters = _names(config.get("target_parameters"), "target_parameters", report.problems)
-        self._names: frozenset[str] | None = None
-        self._pattern: re.Pattern[str] | None = None
-        self._layers = _layers(config.get("layers_to_transform"))
+        self._warnings = report.warnings
         self._deadline = time.monotonic() + _MATCHING_SECONDS
-        modules = config.get("target_modules")
-        if isinstance(modules, str):
-            self._read_pattern(modules, report.warnings)
-        elif modules:
-            self._names = frozenset(_names(modules, "target_modules", report.problems))
+        self._parameters = _names(config.get("target_parameters"), "target_parameters", report.problems)
+        targets = config.get("target_modules")
+        self._names: Sequence[str] = ()
+        if isinstance(targets, list):
+            self._names = _names(targets, "target_modules", report.problems)
+        elif targets is not None and not isinstance(targets, str):
+            _names(targets, "target_modules", report.problems)
+        self._is_targeted = self._targeted_by(config, targets)
+        excluded = config.get("exclude_modules")
+        if isinstance(excluded, str) and excluded:
+            self._is_excluded = self._pattern(excluded, "exclude_modules") or _never
+        else:
+            self._is_excluded = _in(_names(excluded or None, "exclude_modules", report.problems))
+        self._note_what_peft_rejects(config)
 
     def parameters(self, path: str) -> list[str]:
         """Names of the parameters of the module at `path` that target_parameters names; usually none."""
         found = []
         for name in self._parameters:
             module, _, parameter = name.rpartition(".")
-            if not module or _is_tail(module, path):
+            if not module or path == module or path.endswith(f".{module}"):
                 found.append(parameter)
         return sorted(set(found))
 
-    def covers(self, path: str, layer: int) -> bool:
-        """Whether PEFT, by this config, would put an adapter here; true where that cannot be told."""
+    def covers(self, path: str) -> bool:
+        """Whether PEFT, by this config, would put an adapter on a module; true where that cannot be told."""
         if self.parameters(path):
             return True
-        if self._names is not None:
-            tails = path.split(".")
-            named = any(".".join(tails[i:]) in self._names for i in range(len(tails)))
-            return named and (self._layers is None or layer in self._layers)
-        if self._pattern is not None and time.monotonic() < self._deadline:
-            return self._pattern.fullmatch(path) is not None
-        return True
+        return not self._is_excluded(path) and (self._is_targeted is None or self._is_targeted(path))
 
-    def _read_pattern(self, pattern: str, warnings: Findings) -> None:
-        if pattern.lower() == "all-linear":
+    def note_absent(self, modules: Iterable[tuple[str, Place]], num_layers: int | None, *, alike: bool) -> None:
+        """Tell of modules that are targeted and have no tensors.
+
+        Args:
+            modules: path and place of every module of the file.
+            num_layers: of the base, if known; else the file's highest layer is taken for the last.
+            alike: whether every layer of the base has the same modules.
+        """
+        seen = _Seen.of(modules)
+        advice = "PEFT leaves them as the base has them; a file with all its tensors, if it was to have some"
+        if len(seen.layers) > _MOST_LEAVES:
             return
+        tails = {tail for path in seen.paths for tail in _tails(path)}
+        absent = [name for name in self._names if name not in tails]
+        if absent:
+            found = f"no tensor of {', '.join(absent[:8])}" + (f" and {len(absent) - 8} more" if absent[8:] else "")
+            self._warnings.add("absent", "adapter_config.json target_modules", found, advice)
+        if self._is_targeted is None or not alike:
+            return
+        count = num_layers or 1 + max(layer for there in seen.layers.values() for layer in there)
+        every = range(min(count, _MOST_LAYERS))
+        for (head, leaf), there in seen.layers.items():
+            missing = [layer for layer in every if layer not in there and self.covers(f"{head}.{layer}.{leaf}")]
+            if missing:
+                found = f"no tensors in layers {ranges(missing)}, where the config targets it as well"
+                self._warnings.add("absent", leaf, found, advice)
+
+    def _targeted_by(self, config: Mapping[str, Any], targets: Any) -> _Test | None:
+        """The test of target_modules and the layers; None where it cannot be told."""
+        if targets is None:
+            return None if config.get("target_parameters") is None else _never
+        if isinstance(targets, str):
+            return None if targets.lower() == "all-linear" else self._pattern(targets, "target_modules")
+        whole, tails, in_layer = frozenset(self._names), _in(self._names), self._layer_test(config)
+        return lambda path: path in whole or (tails(path) and in_layer(path))
+
+    def _layer_test(self, config: Mapping[str, Any]) -> _Test:
+        layers = config.get("layers_to_transform")
+        wanted = layers if isinstance(layers, list) else [layers]
+        if layers is None or not wanted or not all(type(item) is int for item in wanted):
+            return lambda _: True
+        names = config.get("layers_pattern") or []
+        names = [names] if isinstance(names, str) else names
+        patterns = [re.compile(r".*?\.[^.]*\.(?P<layer>\d+)\.")]
+        if names:
+            if not isinstance(names, list) or any(not isinstance(n, str) or self._costly(n) for n in names):
+                return lambda _: True
+            patterns = [re.compile(rf"(?:^|.*?\.){name}\.(?P<layer>\d+)\.") for name in names]
+
+        def in_layer(path: str) -> bool:
+            found = next((match for pattern in patterns if (match := pattern.match(path))), None)
+            return found is not None and int(found["layer"]) in wanted
+
+        return in_layer
+
+    def _pattern(self, pattern: str, field: str) -> _Test | None:
+        """re.fullmatch, or None for a pattern that is not to be run; true for all once the time is over."""
+        if self._costly(pattern, field):
+            return None
+        compiled = re.compile(pattern)
+        return lambda path: time.monotonic() >= self._deadline or compiled.fullmatch(path) is not None
+
+    def _costly(self, pattern: str, field: str = "layers_pattern") -> bool:
         reason = cost_of(pattern)
         if reason:
             found = f"the pattern {pattern[:80]!r} {reason}"
-            advice = "every module of the file is converted, whatever this pattern says"
-            warnings.add("targets", "adapter_config.json target_modules", found, advice)
-            return
-        self._pattern = re.compile(pattern)
+            advice = "what the file holds is converted, whatever this pattern says"
+            self._warnings.add("targets", f"adapter_config.json {field}", found, advice)
+        return reason is not None
+
+    def _note_what_peft_rejects(self, config: Mapping[str, Any]) -> None:
+        is_pattern = isinstance(config.get("target_modules"), str)
+        for field in ("layers_to_transform", "layers_pattern"):
+            if is_pattern and config.get(field) is not None:
+                found = f"{field} beside a target_modules that is a pattern"
+                self._warnings.add("targets", f"adapter_config.json {field}", found, "PEFT does not load such a config")
+        if config.get("layers_pattern") and config.get("layers_to_transform") is None:
+            found, advice = "layers_pattern without layers_to_transform", "PEFT does not load such a config"
+            self._warnings.add("targets", "adapter_config.json layers_pattern", found, advice)
 
 
-def _is_tail(name: str, path: str) -> bool:
-    return path == name or path.endswith(f".{name}")
+class _Seen(NamedTuple):
+    """The modules of a file: by path, and in which layers each stands (one expert for all)."""
+
+    paths: list[str]
+    layers: Mapping[tuple[str, str], set[int]]
+
+    @classmethod
+    def of(cls, modules: Iterable[tuple[str, Place]]) -> _Seen:
+        paths: dict[str, str] = {}
+        layers: dict[tuple[str, str], set[int]] = {}
+        leaves: dict[tuple[str, str], str] = {}
+        for path, place in modules:
+            leaf = ".".join(place.leaf)
+            head = path[: -len(f".{place.layer}.{leaf}")]
+            kind = head, leaf_name(leaf)
+            paths.setdefault(f"{head}.{kind[1]}", path)
+            layers.setdefault((head, leaves.setdefault(kind, leaf)), set()).add(place.layer)
+        return cls(list(paths.values()), layers)
 
 
-def _layers(value: Any) -> frozenset[int] | None:
-    values = value if isinstance(value, list) else [value]
-    if not value and value != 0:
-        return None
-    return frozenset(values) if all(type(item) is int for item in values) else None
+def _never(_path: str) -> bool:
+    return False
+
+
+def _in(names: Sequence[str]) -> _Test:
+    """Whether a path, or a tail of it after a dot, is one of some names."""
+    known = frozenset(names)
+
+    return lambda path: any(tail in known for tail in _tails(path))
+
+
+def _tails(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 def _names(value: Any, field: str, problems: Findings) -> tuple[str, ...]:

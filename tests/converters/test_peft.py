@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.peft_files import LLAMA, LLAMA_MODULES, LLAMA_ROW_DIMS, Deltas, bundle_deltas
+from fakes.peft_trained import model_of, trained
 
 from peft_to_trtllm import AdapterRefused, convert, inspect
 from peft_to_trtllm.fields import KNOWN
@@ -16,30 +17,6 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]  # peft 
 
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
 EXPERT_DIMS = {"moe_h_to_4h": (16, 24), "moe_gate": (16, 24), "moe_4h_to_h": (24, 16), **LLAMA_ROW_DIMS}
-
-
-def model_of(config: Any) -> Any:
-    """A random model of a transformers config."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-
-
-def trained(folder: Path, base: dict[str, Any], **lora: Any) -> Any:
-    """A PEFT model with random factors, saved with its base's config; returned as PEFT loads it again."""
-    import torch
-    from peft import LoraConfig, PeftModel, get_peft_model
-    from transformers import AutoConfig
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**base)
-    config.save_pretrained(folder / "base")
-    peft: Any = get_peft_model(model_of(config), LoraConfig(**lora))
-    for name, parameter in peft.named_parameters():
-        if ".lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
-    peft.save_pretrained(str(folder / "adapter"))
-    return PeftModel.from_pretrained(model_of(config), str(folder / "adapter"))
 
 
 def linear_deltas(peft: Any) -> Deltas:

@@ -134,9 +134,9 @@ TENSORS: dict[str, tuple[Tensors, str]] = {
         },
         "two-adapters",
     ),
-    "a layer number spelled twice": (
-        {**llama_tensors(layers=1), **llama_tensors(layers=1, prefix=PREFIX + "0")},
-        "two-keys",
+    "a layer number with a leading zero": (
+        llama_tensors(layers=1, prefix=PREFIX + "0"),
+        "unknown-module",
     ),
 }
 
