@@ -1,4 +1,4 @@
-"""The rules of `repo check` by name, each with what goes wrong where it is broken; docs/engines.md lists them from here.
+"""The rules of `repo check` by name, each with what goes wrong where it is broken; docs/engines.md is made from them.
 
 Sources are users' threads: B is tensorrtllm_backend, T is TensorRT-LLM.
 """
