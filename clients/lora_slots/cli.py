@@ -42,6 +42,7 @@ def _run() -> int:
     import typer
 
     from lora_slots import (
+        adapters_command,
         convert_command,
         engine_command,
         gateway_command,
@@ -57,7 +58,7 @@ def _run() -> int:
     app = typer.Typer(name="lora-slots", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(lora_slots)
     first = (up_command, convert_command, generate_command, slots_command, gateway_command, tenants_command)
-    for command in (*first, engine_command, repo_command, plan_command, merge_command):
+    for command in (*first, adapters_command, engine_command, repo_command, plan_command, merge_command):
         command.register(app)
     usage_error = _usage_error(typer.BadParameter)
     try:

@@ -81,12 +81,6 @@ class Bundle:
         return str(self.manifest["adapter"])
 
     @property
-    def base(self) -> str | None:
-        """`name@revision` of the base it was trained on, as far as the adapter says."""
-        name, revision = self.manifest.get("base_model"), self.manifest.get("base_revision")
-        return f"{name}@{revision}" if name and revision else name or None
-
-    @property
     def signature(self) -> object:
         """The signature of its digest (`trtllm_lora.signing`), not verified; None if it has none (rule B9)."""
         return self.manifest.get("signature")

@@ -43,11 +43,15 @@ def claims_of(manifest: Mapping[str, Any] | None, digest: str) -> Claims:
     """
     if manifest is None:
         return Claims()
-    name, revision = manifest.get("base_model"), manifest.get("base_revision")
-    if not isinstance(name, str) or name.startswith(("/", ".", "~")):
-        name = None  # somebody's folder says nothing of what was in it
-    base = f"{name}@{revision}" if name and revision else name
-    return Claims(base or None, manifest.get("signature") if manifest.get("digest") == digest else None)
+    base = base_of(manifest.get("base_model"), manifest.get("base_revision"))
+    return Claims(base, manifest.get("signature") if manifest.get("digest") == digest else None)
+
+
+def base_of(name: object, revision: object) -> str | None:
+    """`name@revision` as far as it is known; somebody's folder says nothing of what was in it."""
+    if not isinstance(name, str) or not name or name.startswith(("/", ".", "~")):
+        return None
+    return f"{name}@{revision}" if revision else name
 
 
 def admit(entry: Entry, claims: Claims | None, terms: Terms) -> None:

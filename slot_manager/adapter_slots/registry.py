@@ -161,6 +161,14 @@ class Registry:
         return [Problem(("base_model",), f"it is for {content.base_model}, this server has {self._base_model}")]
 
 
+def terms_of(content: Content, folder: Path | None) -> Terms:
+    """What a registry asks of every adapter; `folder` is where paths of keys start. Raises RegistryError."""
+    keys, problems = _keys(content.trusted_keys, folder)
+    if problems:
+        raise RegistryError("; ".join(problem.what for problem in problems))
+    return Terms(content.base_model, content.require_signatures, keys)
+
+
 def _keys(texts: tuple[str, ...], folder: Path | None) -> tuple[dict[str, PublicKey], list[Problem]]:
     keys, problems = {}, []
     for i, text in enumerate(texts):

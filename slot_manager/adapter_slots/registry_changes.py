@@ -41,14 +41,19 @@ def add_version(doc: Doc, name: str, version: Mapping[str, Any], *, makes_curren
 
 def make_current(doc: Doc, name: str, number: int) -> Doc:
     """Requests that name no version get this one."""
+    check_version(doc, name, number)
     adapter = _adapter(doc, name)
-    numbers = _numbers(adapter)
-    if number not in numbers:
-        raise ChangeRefused(f"adapter {name!r} has no version {number}; there are {_list(numbers)}")
     changed = {**adapter, "current": number}
-    if number == numbers[-1]:
+    if number == _numbers(adapter)[-1]:
         del changed["current"]
     return _with(doc, "adapters", name, changed)
+
+
+def check_version(doc: Doc, name: str, number: int) -> None:
+    """Raise ChangeRefused if there is no such version."""
+    numbers = _numbers(_adapter(doc, name))
+    if number not in numbers:
+        raise ChangeRefused(f"adapter {name!r} has no version {number}; there are {_list(numbers)}")
 
 
 def set_rules(doc: Doc, name: str, rules: Mapping[str, Any]) -> Doc:
@@ -101,9 +106,9 @@ def give_share(doc: Doc, alias: str, target: str, percent: float | None, *, besi
 def remove(doc: Doc, name: str, number: int | None = None) -> Doc:
     """Take an adapter away, or one version of it. Refused while an alias needs it."""
     adapter = _adapter(doc, name)
+    if number is not None:
+        check_version(doc, name, number)
     numbers = _numbers(adapter)
-    if number is not None and number not in numbers:
-        raise ChangeRefused(f"adapter {name!r} has no version {number}; there are {_list(numbers)}")
     whole = number is None or numbers == [number]
     if not whole and number == current_of(adapter):
         raise ChangeRefused(f"{name}@{number} is the current version: promote another one first")
@@ -126,6 +131,7 @@ def remove(doc: Doc, name: str, number: int | None = None) -> Doc:
 
 def set_signature(doc: Doc, name: str, number: int, signature: str) -> Doc:
     """Put a signature to a version."""
+    check_version(doc, name, number)
     adapter = _adapter(doc, name)
     versions = [{**v, "signature": signature} if v["version"] == number else v for v in adapter["versions"]]
     return _with(doc, "adapters", name, {**adapter, "versions": versions})
