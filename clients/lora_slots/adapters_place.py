@@ -26,6 +26,10 @@ Endpoint = Annotated[
     str | None, typer.Option("--s3-endpoint-url", help="S3 that is not AWS; default: $AWS_ENDPOINT_URL.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Name = Annotated[str, typer.Argument(help="Adapter.")]
+Pool = Annotated[str | None, typer.Option(help="Pool of the adapter.")]
+Cold = Annotated[str | None, typer.Option(help="What its requests do while it is cold: wait, fail or base.")]
+Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Who may use it; may be repeated.")]
 
 
 def home_at(place: str | None, endpoint: str | None) -> Home:

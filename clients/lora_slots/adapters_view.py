@@ -64,7 +64,9 @@ def list_table(adapters: Sequence[Mapping[str, Any]]) -> Table:
     """One line for each adapter."""
     from rich.table import Table
 
-    table = Table("adapter", "current", "versions", "rank", "base", "signed", "rules", "aliases")
+    table = Table("adapter", "current", "versions", "rank")
+    for title in ("base", "signed", "rules", "aliases"):
+        table.add_column(title, overflow="fold")
     for adapter in adapters:
         now = next(v for v in adapter["versions"] if v["version"] == adapter["current"])
         table.add_row(

@@ -10,8 +10,10 @@ converting a usual adapter. `cli.main` comes here before it imports them.
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import json
+import os
 import signal
 import sys
 import threading
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from peft_to_trtllm.file_hash import FileHash
     from peft_to_trtllm.job import Conversion, Job, Request
     from trtllm_lora import Bundle
+    from trtllm_lora.signing import PrivateKey
 
 _REFUSED, _WRONG_INPUT, _INTERRUPTED = 2, 1, 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -69,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         help="write this fused id instead of the separate ones; may be given twice",
     )
     add("--tp", type=int, metavar="N", help="ranks to deal fused rows out for; default: the engine's")
+    add("--sign", type=Path, metavar="KEY", help="sign the bundle with this private key (`lora-slots adapters keygen`)")
     add("--check", action="store_true", help="judge only, write nothing")
     add("--explain", action="store_true", help="print which module becomes which row; writes only with --out")
     add("--verify", type=Path, metavar="DIR", help="base model: compare with PEFT on it (needs torch and peft)")
@@ -90,6 +94,19 @@ def register(app: typer.Typer) -> None:
     app.command("convert", add_help_option=False, context_settings=settings)(convert)
 
 
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Run the command as the one thing this process does.
+
+    Raises:
+        SystemExit: of the option parser, or after a signal.
+    """
+    gc.disable()  # the process is short: collecting takes longer than what it gives back
+    status = main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # taking the interpreter and numpy down takes as long as writing a small bundle
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command on its arguments and return the exit status."""
     options = parser().parse_args(arguments)
@@ -106,12 +123,15 @@ def main(arguments: Sequence[str]) -> int:
 def _convert(options: argparse.Namespace, hashing: FileHash | None) -> int:
     from peft_to_trtllm.errors import InputError
     from peft_to_trtllm.job import Request
+    from trtllm_lora import ContractError
 
     writes = not options.check and (options.out is not None or not options.explain)
     if writes and options.out is None:
         return _failed("--out is missing: where shall the bundle go? (--check and --explain write nothing)")
     if options.verify and not writes:
         return _failed("--verify compares a bundle that was written: give --out, without --check")
+    if options.sign and not writes:
+        return _failed("--sign signs a bundle that was written: give --out, without --check")
     request = Request(
         options.adapter,
         options.base,
@@ -129,9 +149,10 @@ def _convert(options: argparse.Namespace, hashing: FileHash | None) -> int:
             from peft_to_trtllm.verify import check_available
 
             check_available()
+        key = _signing_key(options.sign)  # before the work: a key that cannot be used is told at once
         with _ended_by_signals():
-            return _run(request, options.out if writes else None, options, hashing)
-    except InputError as error:
+            return _run(request, options.out if writes else None, options, hashing, key)
+    except (InputError, ContractError) as error:
         return _failed(str(error))
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing was left behind\n")
@@ -140,10 +161,21 @@ def _convert(options: argparse.Namespace, hashing: FileHash | None) -> int:
         return _failed("out of memory")
 
 
-def _run(request: Request, out: Path | None, options: argparse.Namespace, hashing: FileHash | None) -> int:
+def _signing_key(file: Path | None) -> PrivateKey | None:
+    if file is None:
+        return None
+    from trtllm_lora.signing import read_private_key
+
+    return read_private_key(file)
+
+
+def _run(
+    request: Request, out: Path | None, options: argparse.Namespace, hashing: FileHash | None, key: PrivateKey | None
+) -> int:
     from peft_to_trtllm.api import convert_job
     from peft_to_trtllm.errors import AdapterRefused
     from peft_to_trtllm.job import Job
+    from trtllm_lora.bundle_writing import set_signature
 
     with Job(request) as job:
         bundle = None
@@ -151,6 +183,8 @@ def _run(request: Request, out: Path | None, options: argparse.Namespace, hashin
             with _Progress(job) as progress:
                 if out is not None:
                     bundle = convert_job(job, out, progress, hashing)
+                    if key is not None:
+                        bundle = set_signature(bundle, key.sign(bundle.digest))
                 elif job.conversion:
                     for _ in job.conversion.rows(progress):
                         pass
@@ -192,7 +226,8 @@ def _size(num_bytes: int) -> str:
 def _json(job: Job, bundle: Bundle | None) -> str:
     content = json.loads(job.report.to_json())
     if bundle:
-        content["bundle"] = {"path": str(bundle.path), "digest": bundle.digest, "task_id": bundle.task_id}
+        about = {"path": str(bundle.path), "digest": bundle.digest, "task_id": bundle.task_id}
+        content["bundle"] = {**about, "signature": bundle.signature}
     return json.dumps(content, indent=1)
 
 
