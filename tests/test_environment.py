@@ -56,7 +56,7 @@ def test_an_old_python_is_told_with_its_version(tmp_path: Path) -> None:
     named = f"setup: CPython 3.11 or 3.12 is needed; PYTHON={old} is CPython 3.9.2\n"
     assert environment(tmp_path, PYTHON=str(old)) == (1, named)
     shutil.rmtree(tmp_path / "ci")
-    for program in ("dirname", "sh"):
+    for program in ("dirname", "mktemp", "rm", "sh"):
         (old.parent / program).symlink_to(shutil.which(program) or "")
     code, said = environment(tmp_path, PYTHON="", PATH=str(old.parent))
     assert (code, said.count("\n")) == (1, 1)
