@@ -20,12 +20,8 @@ class S3Artifacts:
     """
 
     def __init__(self, url: str, client: Any = None) -> None:
-        scheme, _, rest = url.partition("://")
-        self._bucket, _, prefix = rest.partition("/")
-        if scheme != "s3" or not self._bucket:
-            raise Refused(f"--remote {url}: write s3://bucket/prefix")
-        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._client = client or _client()
+        self._bucket, self._prefix = split_url(url, "--remote")
+        self._client = client or s3_client()
 
     def fetch(self, name: str, into: Path) -> bool:
         """Unpack the result `name` into the new folder `into`; False if it is not there."""
@@ -38,14 +34,17 @@ class S3Artifacts:
             except ClientError as error:
                 if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 404:
                     return False
-                raise OSError(_words(error)) from None
+                raise OSError(words(error)) from None
             except BotoCoreError as error:
-                raise OSError(_words(error)) from None
+                raise OSError(words(error)) from None
             if _sha256(file) != head["Metadata"].get(_SHA):
                 raise OSError(f"s3://{self._bucket}/{self._key(name)}: its bytes are not those that were kept")
-            with tarfile.open(fileobj=file) as archive:
-                into.mkdir()
-                archive.extractall(into, filter="data")
+            try:
+                with tarfile.open(fileobj=file) as archive:
+                    into.mkdir()
+                    archive.extractall(into, filter="data")
+            except tarfile.TarError as error:  # no archive, or members that would land elsewhere
+                raise OSError(f"s3://{self._bucket}/{self._key(name)}: {words(error)}") from None
         return True
 
     def keep(self, name: str, folder: Path) -> None:
@@ -60,13 +59,23 @@ class S3Artifacts:
             try:
                 self._client.upload_fileobj(file, self._bucket, self._key(name), ExtraArgs=extra)
             except (BotoCoreError, ClientError) as error:
-                raise OSError(_words(error)) from None
+                raise OSError(words(error)) from None
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}{name}.tar"
 
 
-def _client() -> Any:
+def split_url(url: str, option: str) -> tuple[str, str]:
+    """(bucket, prefix that ends in `/` or is empty) of s3://bucket/prefix. Raises Refused, naming the option."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if scheme != "s3" or not bucket:
+        raise Refused(f"{option} {url}: write s3://bucket/prefix")
+    return bucket, f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+
+
+def s3_client() -> Any:
+    """A client with boto3's usual settings (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, …) and short patience."""
     import boto3
     from botocore.config import Config
 
@@ -80,5 +89,6 @@ def _sha256(file: Any) -> str:
     return digest
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
+    """An error of a library on one line."""
     return " ".join(str(error).split())

@@ -161,9 +161,11 @@ def _plan(profile: EngineProfile, file: Path, cache: Path, base: Path | None, *,
 def _show(plan: BuildPlan, as_json: bool) -> None:
     import shlex
 
+    from trtllm_lora.pipeline import is_whole
+
     if as_json:
         rows = [
-            {"name": step.name, "key": step.key, "command": step.command(step.folder), "cached": step.folder.is_dir()}
+            {"name": step.name, "key": step.key, "command": step.command(step.folder), "cached": is_whole(step.folder)}
             for step in plan.steps
         ]
         typer.echo(json.dumps(rows, indent=1))
@@ -171,7 +173,7 @@ def _show(plan: BuildPlan, as_json: bool) -> None:
     if plan.profile.engine.container and plan.profile.runtime == "tensorrt_llm":
         typer.echo(f"# inside {plan.profile.engine.container} (NGC), with a GPU")
     for step in plan.steps:
-        typer.echo(f"# {step.name}{' (cached)' if step.folder.is_dir() else ''}")
+        typer.echo(f"# {step.name}{' (cached)' if is_whole(step.folder) else ''}")
         typer.echo(shlex.join(step.command(step.folder)))
     typer.echo("# then: verify config.json against the profile, copy the tokenizer, write the manifest")
 

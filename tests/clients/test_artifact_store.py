@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,23 @@ def test_changed_bytes_are_not_taken(s3: Any, result: Path, tmp_path: Path) -> N
     s3.put_object(Bucket="builds", Key="engine-3.tar", Body=b"other", Metadata=head["Metadata"])
     with pytest.raises(OSError, match="not those that were kept"):
         store.fetch("engine-3", tmp_path / "back")
+
+
+@pytest.mark.parametrize("members", [None, "../outside"])
+def test_archives_that_are_none_of_ours(s3: Any, tmp_path: Path, members: str | None) -> None:
+    """Something else under a result's name, or an archive that would write elsewhere, is an error of the store."""
+    file = tmp_path / "file"
+    file.write_bytes(b"no archive" * 1000)
+    if members:
+        with tarfile.open(tmp_path / "tar", "w") as archive:
+            archive.add(file, members)
+        file = tmp_path / "tar"
+    data = file.read_bytes()
+    metadata = {"sha256": hashlib.sha256(data).hexdigest()}
+    s3.put_object(Bucket="builds", Key="engine-4.tar", Body=data, Metadata=metadata)
+    with pytest.raises(OSError, match=r"engine-4\.tar"):
+        S3Artifacts("s3://builds", s3).fetch("engine-4", tmp_path / "back")
+    assert not (tmp_path / "outside").exists()
 
 
 def test_a_store_that_fails_is_an_os_error(result: Path, tmp_path: Path) -> None:

@@ -110,10 +110,21 @@ def test_build_verify_manifest(tmp_path: Path, base: Path) -> None:
     assert (engine / "tokenizer" / "tokenizer.json").is_file()
     manifest = json.loads((engine / MANIFEST_FILE).read_text())
     assert manifest["tensorrt_llm"] == "1.2.1"
-    assert set(manifest["files"]) == {"config.json", "rank0.engine"}
+    assert {"config.json", "rank0.engine", "tokenizer/tokenizer.json"} <= set(manifest["files"])
     assert check_manifest(engine) == []
-    (engine / "rank0.engine").write_bytes(b"engimf")
-    assert check_manifest(engine) == ["rank0.engine differs from the manifest's sha256"]
+    for name in ("rank0.engine", "tokenizer/tokenizer.json"):
+        (engine / name).unlink()
+        (engine / name).write_bytes(b"engimf")
+    (engine / "tokenizer" / "more.json").write_text("{}")
+    assert check_manifest(engine) == [
+        "rank0.engine differs from the manifest's sha256",
+        "tokenizer/tokenizer.json differs from the manifest's sha256",
+        "tokenizer/more.json is not in the manifest",
+    ]
+    (engine / MANIFEST_FILE).chmod(0o644)
+    (engine / MANIFEST_FILE).write_text('{"format": 1, "files": ["rank0.engine"], "key": "x", "profile": {}}')
+    with pytest.raises(ManifestError, match="is no manifest"):
+        check_manifest(engine)
     (engine / MANIFEST_FILE).unlink()
     with pytest.raises(ManifestError, match="not built by"):
         check_manifest(engine)
@@ -129,6 +140,36 @@ def test_unchanged_steps_are_not_run(tmp_path: Path, base: Path) -> None:
     done, engine = build(tiny_profile(tmp_path / "p.yaml", lora__max_rank=8), base, cache, environment)
     assert [each.how for each in done] == ["cached", "run"]
     assert EngineShape.from_engine_config(engine).max_lora_rank == 8
+
+
+@pytest.mark.parametrize("lost", ["checkpoint", "engine"])
+def test_a_result_that_lost_a_file_is_built_again(tmp_path: Path, base: Path, lost: str) -> None:
+    """A cache that somebody cleaned gives no half engine: what is not whole any more is replaced."""
+    environment, cache = trtllm_tools.install(tmp_path), tmp_path / "cache"
+    profile = tiny_profile(tmp_path / "p.yaml")
+    _, engine = build(profile, base, cache, environment)
+    next(next(cache.glob(f"{lost}-*/")).glob("rank0.*")).unlink()
+    if lost == "checkpoint":
+        (engine / "rank0.engine").unlink()
+    done, engine = build(profile, base, cache, environment)
+    assert [each.how for each in done] == (["run", "run"] if lost == "checkpoint" else ["cached", "run"])
+    assert check_manifest(engine) == []
+    assert verify_engine(engine, profile) == []
+    assert sorted(path.name.partition("-")[0] for path in cache.iterdir() if path.is_dir()) == [
+        "checkpoint",
+        "engine",
+        "logs",
+    ]
+
+
+def test_a_memo_that_is_none_is_made_anew(tmp_path: Path, base: Path) -> None:
+    """fingerprints.json saves hashing again, and nothing else hangs on it."""
+    profile = tiny_profile(tmp_path / "p.yaml")
+    first = plan_tensorrt_llm(profile, tmp_path / "cache", base).engine.key
+    for text in ("half a li", "[]", '{"x": 1}'):
+        (tmp_path / "cache" / "fingerprints.json").write_text(text)
+        assert plan_tensorrt_llm(profile, tmp_path / "cache", base).engine.key == first
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["fingerprints.json"]
 
 
 def test_two_ranks_and_a_quantised_type(tmp_path: Path, base: Path) -> None:
@@ -155,6 +196,7 @@ def test_a_failed_step_leaves_no_half_engine(tmp_path: Path, base: Path, mode: s
         build(tiny_profile(tmp_path / "p.yaml"), base, cache, environment)
     names = {path.name.partition("-")[0] for path in cache.iterdir()}
     assert names == {"checkpoint", "logs", "fingerprints.json"}
+    assert not list(cache.glob("engine*"))
     log = next((cache / "logs").glob("engine-*.log"))
     assert log.read_text().startswith("$ trtllm-build --checkpoint_dir")
     if mode == "fail":
@@ -237,7 +279,14 @@ class Shared:
 
         if self.broken:
             raise OSError("connection refused")
-        shutil.copytree(folder, self.folder / name)
+        shutil.copytree(folder, self.folder / name, dirs_exist_ok=True)
+
+    def keep_again(self, name: str, folder: Path) -> None:
+        """Replace what is kept."""
+        import shutil
+
+        shutil.rmtree(self.folder / name)
+        self.keep(name, folder)
 
 
 def test_a_remote_store_shares_results(tmp_path: Path, base: Path) -> None:
@@ -248,6 +297,17 @@ def test_a_remote_store_shares_results(tmp_path: Path, base: Path) -> None:
     done, engine = build(profile, base, tmp_path / "two", {"PATH": ""}, store)
     assert [each.how for each in done] == ["fetched", "fetched"]
     assert check_manifest(engine) == []
+    kept = next((tmp_path / "store").glob("engine-*"))
+    for spoil in ("config.json", "rank0.engine"):
+        text = (kept / spoil).read_text()
+        (kept / spoil).chmod(0o644)
+        (kept / spoil).write_text(text.replace("1.2.1", "1.1.0").replace("engine", "engima"))
+        said: list[str] = []
+        runner = Runner(tmp_path / spoil, lambda: 0.0, said.append, environment=environment, remote=store)
+        done = runner.run(plan_tensorrt_llm(profile, tmp_path / spoil, base))
+        assert [each.how for each in done] == ["fetched", "run"], spoil
+        assert any("what the remote store has is not used" in line for line in said)
+        store.keep_again(kept.name, done[-1].step.folder)
     store.broken = True
     done, _ = build(profile, base, tmp_path / "three", environment, store)
     assert [each.how for each in done] == ["run", "run"]

@@ -4,6 +4,7 @@ Beside the contract parts of the package: this one starts programs and writes fo
 an argument) and no network (a remote store is a port that the caller fills).
 """
 
+from trtllm_lora.pipeline.results import is_whole
 from trtllm_lora.pipeline.runner import BuildFailed, Built, RemoteStore, Runner
 from trtllm_lora.pipeline.steps import BuildError, BuildPlan, Step, base_problems, fingerprint, plan_tensorrt_llm
 
@@ -17,5 +18,6 @@ __all__ = [
     "Step",
     "base_problems",
     "fingerprint",
+    "is_whole",
     "plan_tensorrt_llm",
 ]

@@ -1,13 +1,15 @@
 """The manifest of a built engine: what it was built from, by which commands, and the hash of each file.
 
-It lies in the engine directory as `engine.lora-slots.json`; TensorRT-LLM does not look at it.
+It lies in the engine directory as `engine.lora-slots.json`; TensorRT-LLM does not look at it. Files below are named
+relative to the directory, with `/`; links to folders, such as the reference engine's to its base, are not followed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +42,7 @@ def write_manifest(engine: Path, plan: BuildPlan, seconds: Mapping[str, float]) 
             | ({"seconds": round(seconds[step.name], 1)} if step.name in seconds else {})
             for step in plan.steps
         ],
-        "files": {file.name: _entry(file) for file in sorted(engine.iterdir()) if _is_content(file)},
+        "files": {name: _entry(engine / name) for name in content_of(engine)},
     }
     (engine / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
@@ -52,10 +54,7 @@ def check_manifest(engine: Path) -> list[str]:
     Raises:
         ManifestError: no manifest there.
     """
-    file = engine / MANIFEST_FILE
-    if not file.is_file():
-        raise ManifestError(f"{engine}: no {MANIFEST_FILE}: not built by `lora-slots engine build`")
-    files = read_json(file).get("files", {})
+    files = read_manifest(engine)["files"]
     problems = []
     for name, entry in files.items():
         path = engine / name
@@ -63,12 +62,40 @@ def check_manifest(engine: Path) -> list[str]:
             problems.append(f"{name} is missing")
         elif _entry(path) != entry:
             problems.append(f"{name} differs from the manifest's sha256")
-    there = {path.name for path in engine.iterdir() if _is_content(path)}
-    return problems + [f"{name} is not in the manifest" for name in sorted(there - set(files))]
+    return problems + [f"{name} is not in the manifest" for name in content_of(engine) if name not in files]
 
 
-def _is_content(file: Path) -> bool:
-    return file.is_file() and file.name != MANIFEST_FILE
+def read_manifest(engine: Path) -> dict[str, Any]:
+    """The manifest of an engine directory, with its `files` (name -> bytes, sha256), `key` and `profile`.
+
+    Raises:
+        ManifestError: none there, or one that this program cannot read.
+    """
+    file = engine / MANIFEST_FILE
+    if not file.is_file():
+        raise ManifestError(f"{engine}: no {MANIFEST_FILE}: not built by `lora-slots engine build`")
+    manifest: dict[str, Any] = read_json(file)
+    if manifest.get("format") != FORMAT:
+        raise ManifestError(f"{file}: format {manifest.get('format')!r}, this program reads {FORMAT}")
+    files, key, profile = (manifest.get(name) for name in ("files", "key", "profile"))
+    whole = isinstance(files, dict) and all(_is_entry(entry) for entry in files.values())
+    if not whole or not isinstance(key, str) or not isinstance(profile, dict):
+        raise ManifestError(f"{file}: is no manifest: files, key and profile are expected")
+    return manifest
+
+
+def content_of(engine: Path) -> list[str]:
+    """Names of all files of an engine directory but the manifest, in order."""
+    return sorted(name for name in _walk(engine) if name != MANIFEST_FILE)
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    for place, _, names in os.walk(folder):
+        yield from ((Path(place) / name).relative_to(folder).as_posix() for name in names)
+
+
+def _is_entry(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("sha256"), str) and isinstance(entry.get("bytes"), int)
 
 
 def _entry(file: Path) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 Each step writes to a folder beside its final one, in a process group of its own. The last step's folder is verified
 against the profile and gets its manifest before it is renamed. An interruption ends the group and removes the folder.
+Beside each result lies a list of its files and their sizes: one that lost a file since is built again. An engine out of
+a remote store is verified like one that was built here.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from trtllm_lora.errors import ContractError
-from trtllm_lora.pipeline.manifest import write_manifest
+from trtllm_lora.pipeline.manifest import check_manifest, write_manifest
+from trtllm_lora.pipeline.results import is_whole, put
 from trtllm_lora.pipeline.steps import BuildPlan, Step
 from trtllm_lora.verify import verify_engine
 
@@ -83,7 +86,7 @@ class Runner:
             BuildFailed: a step failed, or the engine is not what the profile says. Nothing half-made is left.
         """
         steps = plan.steps
-        first = next((i for i in reversed(range(len(steps))) if self._stands(steps[i])), -1)
+        first = next((i for i in reversed(range(len(steps))) if is_whole(steps[i].folder)), -1)
         done = [Built(step, "cached", 0.0, None) for step in steps[: first + 1]]
         for i, step in enumerate(steps[first + 1 :], first + 2):
             began = self._clock()
@@ -93,20 +96,17 @@ class Runner:
             self._say(f"[{i}/{len(steps)}] {step.name}: {built} in {done[-1].seconds:.1f} s -> {step.folder}")
         return done
 
-    def _stands(self, step: Step) -> bool:
-        return step.folder.is_dir()
-
     def _one(self, step: Step, plan: BuildPlan, done: Sequence[Built]) -> str:
         self._cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{step.folder.name}-", dir=self._cache) as scratch:
             out = Path(scratch) / "out"
-            if self._fetched(step, out):
-                _publish(out, step.folder)
+            if self._fetched(step, out, plan):
+                put(out, step.folder, self._say)
                 return "fetched"
             self._command(step, out)
             if step is plan.engine:
                 self._finish(plan, out, done)
-            _publish(out, step.folder)
+            put(out, step.folder, self._say)
         self._kept(step)
         return "run"
 
@@ -139,15 +139,21 @@ class Runner:
     def _log(self, step: Step) -> Path:
         return self._cache / "logs" / f"{step.folder.name}.log"
 
-    def _fetched(self, step: Step, out: Path) -> bool:
+    def _fetched(self, step: Step, out: Path, plan: BuildPlan) -> bool:
         if self._remote is None:
             return False
         try:
-            return self._remote.fetch(step.folder.name, out)
+            if not self._remote.fetch(step.folder.name, out):
+                return False
         except OSError as error:
             self._say(f"{step.name}: the remote store did not answer, so it is built here ({error})")
-            shutil.rmtree(out, ignore_errors=True)
-            return False
+        else:
+            problems = _engine_problems(out, plan) if step is plan.engine else []
+            if not problems:
+                return True
+            self._say(f"{step.name}: what the remote store has is not used: {'; '.join(problems)}")
+        shutil.rmtree(out, ignore_errors=True)
+        return False
 
     def _kept(self, step: Step) -> None:
         if self._remote is None:
@@ -190,13 +196,12 @@ def _copy_tokenizer(base: Path, into: Path) -> None:
             shutil.copyfile(base / name, into / name)
 
 
-def _publish(out: Path, final: Path) -> None:
-    out.chmod(0o755)
+def _engine_problems(out: Path, plan: BuildPlan) -> list[str]:
+    """Why a fetched engine is not the one that was asked for."""
     try:
-        out.rename(final)
-    except OSError:
-        if not final.is_dir():  # else another build of the same inputs was first
-            raise
+        return [str(difference) for difference in verify_engine(out, plan.profile)] + check_manifest(out)
+    except ContractError as error:
+        return [str(error)]
 
 
 def _tail(log: Path) -> str:

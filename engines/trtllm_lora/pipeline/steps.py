@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,9 +182,7 @@ def fingerprint(base: Path, memo: Path) -> str:
 
     Contents are hashed once: `memo` remembers them by path, size and time of change.
     """
-    known: dict[str, str] = {}
-    if memo.is_file():
-        known = {str(key): str(value) for key, value in read_json(memo).items()}
+    known = _remembered(memo)
     whole = hashlib.sha256()
     for file in sorted(path for path in base.iterdir() if path.suffix in (".json", ".safetensors", ".model")):
         stat = file.stat()
@@ -193,5 +192,14 @@ def fingerprint(base: Path, memo: Path) -> str:
                 known[stamp] = hashlib.file_digest(source, "sha256").hexdigest()
         whole.update(f"{file.name}\0{known[stamp]}\n".encode())
     memo.parent.mkdir(parents=True, exist_ok=True)
-    memo.write_text(json.dumps(known, indent=0, sort_keys=True), encoding="utf-8")
+    with tempfile.NamedTemporaryFile("w", dir=memo.parent, prefix=f".{memo.name}-", delete=False) as draft:
+        draft.write(json.dumps(known, indent=0, sort_keys=True))
+    Path(draft.name).rename(memo)  # in one step: builds side by side share it
     return whole.hexdigest()
+
+
+def _remembered(memo: Path) -> dict[str, str]:
+    try:
+        return {str(key): str(value) for key, value in json.loads(memo.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}  # not there, or not ours: it is made anew
