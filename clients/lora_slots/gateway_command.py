@@ -19,7 +19,9 @@ def gateway(
     url: Annotated[
         str | None, typer.Option(help="host:port of Triton's gRPC door; default: $LORA_SLOTS_URL or `up`.")
     ] = None,
-    registry: Annotated[Path | None, typer.Option(help="adapters.yaml; default: the server's, if it is here.")] = None,
+    registry: Annotated[
+        str | None, typer.Option(help="adapters.yaml, a file or s3://bucket/key; default: the server's.")
+    ] = None,
     tenants: Annotated[Path | None, typer.Option(help="tenants.yaml; needed to listen on more than loopback.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Tokenizer's directory; default: the server's base.")] = None,
     engine: Annotated[
@@ -27,14 +29,22 @@ def gateway(
     ] = None,
     base_name: Annotated[str | None, typer.Option(help="Name of the base model; default: its directory's.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 8080,
+    admin_host: Annotated[str, typer.Option(help="Address of the admin port.")] = "127.0.0.1",
+    admin_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 8081,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may read answers; may be repeated. Default: none.")
     ] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest body of a request.")] = 4 * 2**20,
+    s3_endpoint_url: Annotated[str | None, typer.Option(help="S3 that is not AWS.")] = None,
 ) -> None:
     """Serve OpenAI's API: adapters are models.
 
-    Example: lora-slots gateway --url 127.0.0.1:8001 --port 8080
+    Examples:
+
+        lora-slots gateway --url 127.0.0.1:8001
+
+        lora-slots gateway --host 0.0.0.0 --tenants tenants.yaml
     """
     import structlog
     import uvloop
@@ -60,6 +70,10 @@ def gateway(
         tokenizer=tokenizer,
         engine=engine,
         base_name=base_name,
+        admin_host=admin_host,
+        admin_port=admin_port,
         cors_origins=tuple(cors_origin or ()),
+        max_body_bytes=max_body_bytes,
+        s3_endpoint_url=s3_endpoint_url,
     )
     uvloop.run(serve(settings, typer.echo))

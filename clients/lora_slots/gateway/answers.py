@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -23,6 +24,8 @@ log = structlog.get_logger("lora_slots.gateway")
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Receive = Callable[[], Awaitable[Message]]
+STALL_S = 60.0
+"""A client that takes nothing for so long while there is something to send has gone."""
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -40,23 +43,37 @@ class GenerationResponse(Response):
         self._gateway, self._generation, self._job, self._record = gateway, generation, job, record
         self._kind = wire
         self._begun = False
+        self._sends = self._sent = 0
+        """Sends begun, and ended."""
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the form of ASGI
         """The response as an ASGI application."""
-        answering = asyncio.ensure_future(self._answer(send))
+        answering = asyncio.ensure_future(self._answer(self._counting(send)))
         leaving = asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                self._record.outcome = "client_gone"
-                answering.cancel()
-            await answering
-        except asyncio.CancelledError:
-            if self._record.outcome != "client_gone":
-                raise
+            while not answering.done():
+                before = self._sends
+                done, _ = await asyncio.wait((answering, leaving), timeout=STALL_S, return_when=FIRST_COMPLETED)
+                if leaving in done and not answering.done():
+                    self._record.outcome = "client_gone"
+                    break
+                if not done and self._sends == before and self._sends > self._sent:
+                    self._record.outcome = "client_stalled"
+                    break
         finally:
-            for task in (answering, leaving):
-                task.cancel()
+            answering.cancel()
+            leaving.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+        if not answering.cancelled():
+            answering.result()
+
+    def _counting(self, send: Send) -> Send:
+        async def counted(message: Message) -> None:
+            self._sends += 1
+            await send(message)
+            self._sent += 1
+
+        return counted
 
     async def _answer(self, send: Send) -> None:
         try:

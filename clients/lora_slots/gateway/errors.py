@@ -104,6 +104,15 @@ def from_lease(error: ServerError, asked: str) -> ApiError:
             return ApiError(500, "The slot manager failed.", kind="server_error", code="internal_error")
 
 
+def from_operation(error: ServerError) -> ApiError:
+    """Why an operation of the slot manager failed, for its operator: nothing is left out."""
+    status = {"NOT_FOUND": 404, "ALREADY_EXISTS": 409, "UNAVAILABLE": 503, "INTERNAL": 500}.get(error.code, 400)
+    if status == 503:
+        return unavailable(str(error), "operation_failed")
+    kind = "server_error" if status == 500 else "invalid_request_error"
+    return ApiError(status, str(error), kind=kind, code="operation_failed")
+
+
 def from_engine(error: ServerError) -> ApiError:
     """Why the engine gave no answer, or broke off."""
     too_long = _TOO_LONG.search(str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -12,8 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from lora_slots.gateway.answers import GenerationResponse
 from lora_slots.gateway.bodies import ChatBody, CompletionBody, read_body
 from lora_slots.gateway.core import Gateway
-from lora_slots.gateway.edge import Edge
-from lora_slots.gateway.errors import ApiError
+from lora_slots.gateway.edge import Edge, OwnHost
+from lora_slots.gateway.errors import ApiError, unauthorized
 from lora_slots.gateway.names import model_object
 from lora_slots.gateway.record import PREFIX, REQUEST_ID, Record
 from lora_slots.gateway.wire import ChatWire, CompletionWire
@@ -21,8 +22,8 @@ from lora_slots.gateway.wire import ChatWire, CompletionWire
 EXPOSED = [REQUEST_ID, *(f"{PREFIX}{name}" for name in ("adapter", "digest", "found-in", "wait-ms")), "retry-after"]
 
 
-def public_app(gateway: Gateway, cors_origins: tuple[str, ...] = ()) -> Any:
-    """The application of the public port; browsers of `cors_origins` may read its answers."""
+def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) -> Any:
+    """The application of the public port, which listens on `host`; pages of `cors_origins` may read its answers."""
     app = FastAPI(title="LoRA Slots", docs_url=None, redoc_url=None, openapi_url=None)
     handle_errors(app)
 
@@ -64,6 +65,14 @@ def public_app(gateway: Gateway, cors_origins: tuple[str, ...] = ()) -> Any:
             return Response(status_code=200)
         raise ApiError(503, "The engine is not ready.", kind="server_error", code="engine_unavailable")
 
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        if gateway.tenants is not None:
+            _, _, key = request.headers.get("authorization", "").partition(" ")
+            if not gateway.tenants.current().is_admin(key.strip()):
+                raise unauthorized("Metrics tell of all tenants: a key of the admin port is needed.")
+        return answer_metrics(gateway)
+
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> dict[str, Any]:
         return app.openapi()
@@ -73,7 +82,14 @@ def public_app(gateway: Gateway, cors_origins: tuple[str, ...] = ()) -> Any:
         wrapped = CORSMiddleware(
             app, allow_origins=cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=EXPOSED
         )
-    return Edge(wrapped)
+    if gateway.tenants is None:
+        wrapped = OwnHost(wrapped, host)
+    return Edge(wrapped, gateway.metrics)
+
+
+def answer_metrics(gateway: Gateway) -> Response:
+    """The metrics in Prometheus' text format."""
+    return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def admit(gateway: Gateway, request: Request) -> Record:
@@ -121,6 +137,11 @@ def handle_errors(app: FastAPI) -> None:
     async def api_error(request: Request, error: ApiError) -> Response:
         request.state.record.outcome = error.code or error.kind
         return Response(error.body(), error.status, error.headers, "application/json")
+
+    @app.exception_handler(RequestValidationError)
+    async def no_such_path(request: Request, error: RequestValidationError) -> Response:  # noqa: ARG001 - its form
+        # bodies are read by read_body: what FastAPI checks is parts of a path
+        return await http_error(request, StarletteHTTPException(404))
 
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -19,8 +18,10 @@ from adapter_slots.registry import Registry
 from lora_slots.client import ROUTER
 from lora_slots.direct import ENGINE
 from lora_slots.errors import UsageError
+from lora_slots.gateway.admin import admin_app
 from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.door import Door
+from lora_slots.gateway.edge import is_loopback
 from lora_slots.gateway.jobs import EngineFacts
 from lora_slots.gateway.routes import public_app
 from lora_slots.gateway.tenants import TenantsSource
@@ -41,7 +42,9 @@ class Settings:
     """host:port of Triton's gRPC door."""
     host: str = "127.0.0.1"
     port: int = 8080
-    registry: Path | None = None
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 8081
+    registry: Path | str | None = None
     """None, as `tokenizer` and `engine`: the one that the server says it uses, if it lies on this machine."""
     tokenizer: Path | None = None
     engine: Path | None = None
@@ -50,40 +53,29 @@ class Settings:
     tenants: Path | None = None
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    s3_endpoint_url: str | None = None
+    """Of S3 that is not AWS, for a registry or adapters there."""
 
 
 async def open_gateway(settings: Settings) -> Gateway:
     """Connect, and read what the gateway needs. Raises UsageError, ServerError, RegistryError, TokenizerError, …"""
-    if settings.tenants is None and not is_loopback(settings.host):
-        raise UsageError(
-            f"--host {settings.host} can be reached from other machines: it needs --tenants, so that not everybody may "
-            "use everything (make the file with `lora-slots tenants add`)"
-        )
+    tenants = TenantsSource(settings.tenants) if settings.tenants else None
+    _refuse_open_doors(settings, tenants)
     door = Door(settings.url)
     try:
         engine_says = await door.parameters(ENGINE)
         router_says = await door.parameters(ROUTER)
         engine = _place(settings.engine, engine_says.get("gpt_model_path"), "--engine", "the engine's directory")
-        registry = _place(settings.registry, router_says.get("registry"), "--registry", "adapters.yaml")
+        registry = _registry(settings.registry, router_says.get("registry"))
         tokenizer = _place(settings.tokenizer, router_says.get("base_dir"), "--tokenizer", "the tokenizer's directory")
         limits = EngineShape.from_engine_config(engine).request_limits
         gateway = Gateway(
             door,
-            await asyncio.to_thread(Registry, registry),
+            await asyncio.to_thread(Registry, registry, endpoint_url=settings.s3_endpoint_url),
             Tokenizer(tokenizer),
             EngineFacts(limits.max_seq_len, limits.max_input_len, limits.vocab_size),
             settings.base_name or tokenizer.resolve().name,
-            TenantsSource(settings.tenants) if settings.tenants else None,
+            tenants,
             settings.max_body_bytes,
         )
         _ = gateway.tokenizer.eos_ids, gateway.tokenizer.token_bytes  # read once, not in the first request
@@ -91,6 +83,20 @@ async def open_gateway(settings: Settings) -> Gateway:
         await door.close()
         raise
     return gateway
+
+
+def _refuse_open_doors(settings: Settings, tenants: TenantsSource | None) -> None:
+    """Raises UsageError: a port without keys that other machines could reach."""
+    if not is_loopback(settings.host) and (tenants is None or not tenants.current().keys):
+        raise UsageError(
+            f"--host {settings.host} can be reached from other machines: it needs --tenants with a tenant's key, so "
+            "that not everybody may use everything (`lora-slots tenants add NAME` makes one)"
+        )
+    if not is_loopback(settings.admin_host) and (tenants is None or not tenants.current().admin_keys):
+        raise UsageError(
+            f"--admin-host {settings.admin_host} can be reached from other machines: it needs --tenants with a key of "
+            "the admin port (`lora-slots tenants key --admin` makes one)"
+        )
 
 
 def _place(given: Path | None, said: str | None, option: str, what: str) -> Path:
@@ -101,10 +107,18 @@ def _place(given: Path | None, said: str | None, option: str, what: str) -> Path
     raise UsageError(f"give {option}: {what}; the server's own is not on this machine")
 
 
+def _registry(given: Path | str | None, said: str | None) -> Path | str:
+    if given is not None:
+        return given if "://" in str(given) else Path(given)
+    if said and "://" in said:
+        return said
+    return _place(None, said, "--registry", "adapters.yaml, a file or s3://bucket/key")
+
+
 async def follow_registry(registry: Registry) -> None:
     """Read the registry again whenever it changes."""
     while True:
-        await asyncio.sleep(REFRESH_S)
+        await asyncio.sleep(registry.interval_s or REFRESH_S)
         before = registry.problem
         await asyncio.to_thread(registry.refresh)
         if registry.problem and registry.problem != before:
@@ -154,17 +168,22 @@ async def serve(settings: Settings, say: Callable[[str], object]) -> None:
     gateway = await open_gateway(settings)
     following = asyncio.ensure_future(follow_registry(gateway.registry))
     try:
-        opened = listen(settings.host, settings.port)
-        server = _server(public_app(gateway, settings.cors_origins))
+        with listen(settings.host, settings.port) as door, listen(settings.admin_host, settings.admin_port) as admin:
+            servers = {
+                _server(public_app(gateway, settings.host, settings.cors_origins)): door,
+                _server(admin_app(gateway, settings.admin_host, settings.s3_endpoint_url)): admin,
+            }
 
-        def stop() -> None:
-            server.force_exit = server.should_exit
-            server.should_exit = True
+            def stop() -> None:
+                for server in servers:
+                    server.force_exit = server.should_exit
+                    server.should_exit = True
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-        say(f"serving {gateway.base} and {len(gateway.registry.entries)} adapters on {url_of(opened)}/v1")
-        await server.serve([opened])
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, stop)
+            say(f"serving {gateway.base} and {len(gateway.registry.entries)} adapters on {url_of(door)}/v1")
+            say(f"administration on {url_of(admin)}")
+            await asyncio.gather(*(server.serve([opened]) for server, opened in servers.items()))
     finally:
         following.cancel()
         await gateway.door.close()
