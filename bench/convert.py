@@ -1,4 +1,4 @@
-"""How fast a conversion is: `python bench/convert.py [--runs 5] [--case small|large]`.
+"""How fast a conversion is: `python bench/convert.py [--runs 9] [--case small|large]`.
 
 Two adapters of Llama-3-8B's shapes, made from seeded random numbers:
 
@@ -7,27 +7,36 @@ Two adapters of Llama-3-8B's shapes, made from seeded random numbers:
 
 Each is converted by `lora-slots convert` and by the usual torch script, retold here from the layout rules: load with
 safetensors.torch, multiply B by the scale, flatten, pad to the widest row, stack, numpy.save. Whole processes are
-measured with their peak memory, warm page cache, taking turns, best of all runs; then the conversion inside a process
-against its floor: reading the input into one buffer, writing as many bytes as the output has, and fsync. The torch
-script does not fsync; ours always does.
+measured from outside with their peak memory, warm page cache; then the conversion inside a process against its floor:
+reading the input into one buffer, writing as many bytes as the output has, and fsync. The torch script does not fsync;
+ours always does, and it also hashes input and output (rule B3 of the bundle format): what sha256 alone takes for these
+bytes, on one thread and shared by two, is printed beside.
+
+Whatever is compared takes turns within one run, and every figure is the median of all turns. Load averages are those
+of the machine before and after.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import numpy as np
+
+COMMAND = str(Path(sys.executable).parent / "lora-slots")
 
 HIDDEN, KV, INTER, LAYERS = 4096, 1024, 14336, 32
 DIMS = {
@@ -205,70 +214,102 @@ def apart(work: Callable[[], float]) -> float:
 
 
 def three_times(call: Callable[[], float]) -> float:
-    """The best of three."""
-    return min(call() for _ in range(3))
+    """The median of three, as the work of a program that is running."""
+    return median(call() for _ in range(3))
 
 
-def best(runs: int, *calls: Callable[[], float]) -> list[float]:
-    """Best of `runs` rounds for each call, taking turns so that a busy machine is unfair to none.
-
-    In a round each call runs three times in one process, as the work of a program that is running.
-    """
+def turns(runs: int, *calls: Callable[[], float]) -> list[float]:
+    """The median of `runs` rounds for each call; they take turns, so that a busy machine is unfair to none."""
     times = [[apart(partial(three_times, call)) for call in calls] for _ in range(runs)]
-    return [min(column) for column in zip(*times, strict=True)]
+    return [median(column) for column in zip(*times, strict=True)]
+
+
+def hashing(size: int, threads: int) -> float:
+    """Seconds sha256 takes for `size` bytes, shared by this many threads."""
+    block = memoryview(bytes(1 << 20))
+
+    def work() -> None:
+        digest = hashlib.sha256()
+        for _ in range(size // len(block) // threads):
+            digest.update(block)
+
+    begin = time.perf_counter()
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - begin
+
+
+def help_seconds(runs: int, folder: Path) -> float:
+    """Seconds of `lora-slots convert --help`, whole process."""
+    return median(run_process([COMMAND, "convert", "--help"], folder / "help").seconds for _ in range(runs))
+
+
+def whole_processes(case: Case, runs: int, folder: Path) -> tuple[list[Run], list[Run], int]:
+    """(ours, the torch script's, bytes of our output) of processes that take turns."""
+    adapter, base, out, script = folder / "adapter", folder / "base.json", folder / "out", folder / "usual.py"
+    script.write_text(TORCH_SCRIPT)
+    ours = [COMMAND, "convert", str(adapter), "--base", str(base), "--out", str(out), "--dtype", case.dtype]
+    theirs = [sys.executable, str(script), str(adapter), str(out), case.dtype]
+    run_process(ours, out)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    pairs = [(run_process(ours, out), run_process(theirs, out)) for _ in range(runs)]
+    return [a for a, _ in pairs], [b for _, b in pairs], size
 
 
 def measure(case: Case, runs: int, folder: Path) -> None:
     """Measure one case and print its table."""
-    adapter, base, out = folder / "adapter", folder / "base.json", folder / "out"
+    adapter, base = folder / "adapter", folder / "base.json"
     apart(lambda: make_adapter(case, adapter))
     source = adapter / "adapter_model.safetensors"
-    script = folder / "usual.py"
-    script.write_text(TORCH_SCRIPT)
-    command = str(Path(sys.executable).parent / "lora-slots")
-    ours = [command, "convert", str(adapter), "--base", str(base), "--out", str(out), "--dtype", case.dtype]
-    theirs = [sys.executable, str(script), str(adapter), str(out), case.dtype]
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed program has its bytecode
-    run_process(ours, out)
-    pairs = [(run_process(ours, out), run_process(theirs, out)) for _ in range(runs)]
-    size = sum(file.stat().st_size for file in out.iterdir())
-    a, b = (min((pair[i] for pair in pairs), key=lambda run: run.seconds) for i in (0, 1))
-    rss = max(pair[0].rss_bytes for pair in pairs)
-    inside, synced, plain = best(
+    ours, theirs, size = whole_processes(case, runs, folder)
+    a, b = (median(run.seconds for run in column) for column in (ours, theirs))
+    rss, their_rss = (max(run.rss_bytes for run in column) for column in (ours, theirs))
+    inside, synced, plain, one, two = turns(
         runs,
-        lambda: in_process(adapter, base, out, case.dtype),
+        lambda: in_process(adapter, base, folder / "out", case.dtype),
         lambda: floor(source, size, folder / "floor", sync=True),
         lambda: floor(source, size, folder / "floor", sync=False),
+        lambda: hashing(source.stat().st_size + size, 1),
+        lambda: hashing(source.stat().st_size + size, 2),
     )
-    torch_inside = min(float(pair[1].text) for pair in pairs)
+    torch_inside = median(float(run.text) for run in theirs)
     print(
         f"\n{case.name}: rank {case.rank}, {len(case.modules)} modules, {case.dtype}, "
-        f"{source.stat().st_size / 1e6:.1f} -> {size / 1e6:.1f} MB, best of {runs}"
+        f"{source.stat().st_size / 1e6:.1f} -> {size / 1e6:.1f} MB, medians of {runs}"
     )
     print(
-        f"  whole process   ours {a.seconds:.3f} s   torch script {b.seconds:.3f} s   "
-        f"{b.seconds / a.seconds:.1f}x faster (goal {case.times_faster:.0f}x)"
+        f"  whole process   ours {a:.3f} s   torch script {b:.3f} s   "
+        f"{b / a:.1f}x faster (goal {case.times_faster:.0f}x)"
     )
     print(
-        f"  peak memory     ours {rss / 1e6:.0f} MB   torch script {b.rss_bytes / 1e6:.0f} MB   "
+        f"  peak memory     ours {rss / 1e6:.0f} MB   torch script {their_rss / 1e6:.0f} MB   "
         f"{rss / size:.2f}x the output (goal {case.rss_of_output}x)"
     )
     print(
         f"  in process      ours {inside:.3f} s   floor {synced:.3f} s with fsync, {plain:.3f} s without   "
         f"torch script {torch_inside:.3f} s   {inside / synced:.2f}x the floor (goal 1.3x)"
     )
+    print(f"  sha256 alone    {one:.3f} s on one thread, {two:.3f} s shared by two")
 
 
 def main() -> None:
     """Measure the cases asked for."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--runs", type=int, default=5)
+    options.add_argument("--runs", type=int, default=9)
     options.add_argument("--case", choices=[case.name for case in CASES])
     arguments = options.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed program has its bytecode
+    print("load average", *(f"{load:.1f}" for load in os.getloadavg()))
+    with tempfile.TemporaryDirectory(prefix="bench-convert-") as folder:
+        print(f"convert --help  {help_seconds(arguments.runs, Path(folder)):.3f} s (goal 0.3 s)")
     for case in CASES:
         if arguments.case in (None, case.name):
             with tempfile.TemporaryDirectory(prefix="bench-convert-") as folder:
                 measure(case, arguments.runs, Path(folder))
+    print("\nload average", *(f"{load:.1f}" for load in os.getloadavg()))
 
 
 if __name__ == "__main__":

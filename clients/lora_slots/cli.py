@@ -23,7 +23,7 @@ def main() -> NoReturn:
         if sys.argv[1:2] == ["convert"]:  # without typer, whose import takes longer than a usual conversion
             from lora_slots import convert_command
 
-            sys.exit(convert_command.main(sys.argv[2:]))
+            convert_command.run(sys.argv[2:])
         if sys.argv[1:] == ["--version"]:
             from importlib.metadata import version
 
@@ -74,6 +74,10 @@ def _run() -> int:
         return _fail(f"{error} [{error.code}]", error.exit_code)
     except CheckFailed as error:
         return _fail(f"check failed:\n{error}", EXIT_CHECK_FAILED)
+    except OSError as error:
+        return _fail(
+            ": ".join(str(part) for part in (error.filename, error.strerror or error) if part), EXIT_ENVIRONMENT
+        )
     except Exception as error:
         code = _expected(error)
         if code is None:
@@ -109,7 +113,7 @@ def _expected(error: Exception) -> int | None:
     own = (UsageError, ContractError, SlotError, InputError, ReferenceEngineError, BaseModelError)
     if isinstance(error, AdapterRefused):
         return EXIT_REFUSED
-    if isinstance(error, (*own, RepositoryError, StackError, TokenizerError, OSError)):
+    if isinstance(error, (*own, RepositoryError, StackError, TokenizerError)):
         return EXIT_ENVIRONMENT
     return None
 

@@ -10,6 +10,7 @@ converting a usual adapter. `cli.main` comes here before it imports them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import io
 import json
@@ -18,7 +19,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -101,9 +101,15 @@ def run(arguments: Sequence[str]) -> NoReturn:
         SystemExit: of the option parser, or after a signal.
     """
     gc.disable()  # the process is short: collecting takes longer than what it gives back
-    status = main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        status = main(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError as error:  # of the streams: those of files are told of by `main`; a pipe may be closed, a disk full
+        status = _WRONG_INPUT
+        with contextlib.suppress(OSError):
+            _failed(f"the report could not be written: {error.strerror or error}")
+            sys.stderr.flush()
     os._exit(status)  # taking the interpreter and numpy down takes as long as writing a small bundle
 
 
@@ -264,7 +270,7 @@ class _Progress:
             self._bar.stop()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP end the run like an exception, so that nothing half-written stays.
 

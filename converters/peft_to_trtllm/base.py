@@ -89,17 +89,14 @@ class Base(NamedTuple):
 
     def size(self, symbol: str, layer: int) -> int | None:
         """Size of one symbol of the legend in a layer; None where unknown."""
-        if symbol == "F":
-            return self.inter_of_layer[layer] if layer < len(self.inter_of_layer) else self.inter
-        sizes = {
-            "H": self.hidden,
-            "Q": self.q,
-            "K": self.kv_of(layer),
-            "E": self.experts,
-            "M": self.expert_inter,
-            "1": 1,
-        }
-        return sizes[symbol]
+        match symbol:
+            case "F":
+                return self.inter_of_layer[layer] if layer < len(self.inter_of_layer) else self.inter
+            case "K":
+                return self.kv_of(layer)
+            case "1":
+                return 1
+        return {"H": self.hidden, "Q": self.q, "E": self.experts, "M": self.expert_inter}[symbol]
 
 
 def read_base(path: Path) -> Base:

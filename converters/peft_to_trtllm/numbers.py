@@ -54,16 +54,17 @@ def convert_rows(
 
 def _fill_all(row: Row, values: Array, loader: Loader, dtype: str, problems: Findings) -> bool:
     good = True
-    for block in row.blocks:  # every block, so that every problem is found
-        good &= _fill(row, block, values, loader, dtype, problems)
+    # what overflows, sinks or is no number is looked for in the results, and told of there
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        for block in row.blocks:  # every block, so that every problem is found
+            good &= _fill(row, block, values, loader, dtype, problems)
     return good
 
 
 def _fill(row: Row, block: Block, values: Array, loader: Loader, dtype: str, problems: Findings) -> bool:
     factors = block.factors
     a, b = loader.a(block), loader.b(block)
-    with np.errstate(invalid="ignore"):  # a signalling NaN is reported below, it need not warn
-        largest_a, largest_b = largest(a, factors.a.dtype, 1), largest(b, factors.b.dtype, 0)
+    largest_a, largest_b = largest(a, factors.a.dtype, 1), largest(b, factors.b.dtype, 0)
     finite = _check_finite(largest_a, factors.a, problems) & _check_finite(largest_b, factors.b, problems)
     if not finite:
         return False
@@ -100,8 +101,7 @@ def _fill(row: Row, block: Block, values: Array, loader: Loader, dtype: str, pro
 
 def _scaled(largest_b: Floats, scale: float) -> Floats:
     """Largest magnitudes of s·B; a product that float64 cannot hold is a problem, not an infinity or a zero."""
-    with np.errstate(over="ignore", under="ignore"):
-        found = largest_b * abs(scale)
+    found = largest_b * abs(scale)
     if scale and (np.isinf(found) | ((found == 0) & (largest_b > 0))).any():
         raise RangeProblem(f"the scale {scale:.3g} times B is beyond what float64 can say")
     return found
@@ -110,10 +110,9 @@ def _scaled(largest_b: Floats, scale: float) -> Floats:
 def _moved(a: Array, b: Array, factors: Factors, moved: Balance, dtype: str) -> tuple[Array, Array]:
     """A and s·B, each component moved by its exponent and rounded once."""
     k, kept = moved.exponents, ~moved.dropped
-    with np.errstate(over="ignore", under="ignore"):  # the caller looks at what came out
-        up = np.ldexp(values_of(a, factors.a.dtype) * kept[:, None], k[:, None])
-        down = np.ldexp(values_of(b, factors.b.dtype) * kept * factors.scale, -k)
-        return round_to(up, dtype), round_to(down, dtype)
+    up = np.ldexp(values_of(a, factors.a.dtype) * kept[:, None], k[:, None])
+    down = np.ldexp(values_of(b, factors.b.dtype) * kept * factors.scale, -k)
+    return round_to(up, dtype), round_to(down, dtype)
 
 
 def _where(row: Row) -> str:

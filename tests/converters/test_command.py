@@ -54,6 +54,20 @@ def test_converted(good: Path, base: Path, tmp_path: Path) -> None:
     assert str(bundle.task_id) in done.stdout
 
 
+@pytest.mark.parametrize("arguments", [[], ["--json", "--explain"]])
+def test_a_report_nobody_can_take(good: Path, base: Path, tmp_path: Path, arguments: list[str]) -> None:
+    """Where stdout is full or closed, one line on stderr and exit 1: no traceback, and the bundle is whole."""
+    common = [good, "--base", base, "--out", tmp_path / "o", "--dtype", "float16", *arguments]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*COMMAND, *map(str, common)], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("lora-slots convert: the report could not be written: No space left")
+    assert done.stderr.count("\n") == 1
+    find_bundle(tmp_path / "o").verify()
+
+
 def test_refused(bad: Path, base: Path, tmp_path: Path) -> None:
     """Exit 2, every reason on stderr with its rule, nothing on stdout, no files."""
     done = run(bad, "--base", base, "--out", tmp_path / "o", "--dtype", "float16")

@@ -62,6 +62,22 @@ def test_store_is_multiply_and_round(target: str, dtype: str, factor: float, siz
         np.testing.assert_array_equal(out, round_to(values_of(source, dtype) * scale, target))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_every_value_times_every_power_of_two(dtype: str, sign: int) -> None:
+    """Moving the exponent is multiplying: zeros, subnormals, overflows, infinities and NaN included, on every bit."""
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    source, target = (every.view(np.float16), "float16") if dtype == "F16" else (every, "bfloat16")
+    out = np.empty_like(source)
+    for exponent in (*range(-42, 42), -260, -130, 127, 130, 260):
+        factor = sign * 2.0**exponent
+        with np.errstate(all="ignore"):
+            store(source, dtype, factor, out, target)
+            wanted = round_to(values_of(source, dtype) * factor, target)
+        if factor != 1:  # a factor of one copies, NaN and all
+            np.testing.assert_array_equal(out.view(np.uint16), wanted.view(np.uint16))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["F16", "BF16", "F32", "F64"]), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32 - 1))
 def test_largest_is_the_largest(dtype: str, rows: int, columns: int, seed: int) -> None:
