@@ -9,6 +9,7 @@ Source: TensorRT-LLM `tensorrt_llm/lora_manager.py` norm_dora_magnitude; PEFT `t
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,14 @@ from peft_to_trtllm.families import CONV1D
 from peft_to_trtllm.keys import Place, parse_path
 from peft_to_trtllm.load import Loader
 from peft_to_trtllm.report import Findings
-from peft_to_trtllm.rounding import Floats, values_of
+from peft_to_trtllm.rounding import Floats, round_to, values_of
 from peft_to_trtllm.rows import Plan, Row
 from peft_to_trtllm.tensor_file import FileProblem, Tensor, TensorFile, open_safetensors
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _ROWS = 256
+_DOUBT = 1e-12
+"""Relative; far above what the order of a sum changes, far below what a target type can say."""
 
 _Key = tuple[int, tuple[str, ...]]
 """(layer, leaf path below it)."""
@@ -62,8 +65,12 @@ class BaseWeights:
             if row.magnitude:
                 self._check_row(row, row.magnitude, problems)
 
-    def normalised(self, row: Row, loader: Loader) -> Floats:
-        """m / ‖W0 + s·B·A‖ [out] of a row whose weight `check` has found, float64."""
+    def normalised(self, row: Row, loader: Loader, dtype: str) -> Floats:
+        """m / ‖W0 + s·B·A‖ [out] of a row whose weight `check` has found, float64.
+
+        Rounded to `dtype` it is the same on every machine: matrix products differ in their last bits between
+        processors, so where the rounding hangs on those, the norm is taken again in a fixed order.
+        """
         source, tensor = self._tensors[_key(row)]
         (block,), stored = row.blocks, row.magnitude
         if stored is None:
@@ -77,8 +84,12 @@ class BaseWeights:
             rows = slice(at, at + _ROWS)
             norms[rows] = np.linalg.norm(values_of(weight[rows], tensor.dtype) + b[rows] @ a, axis=1)
         magnitude = values_of(loader.file.read(stored, "M").reshape(-1), stored.dtype)[block.b_rows]
-        with np.errstate(divide="ignore", invalid="ignore"):  # a zero row is reported as not finite
-            return np.asarray(magnitude / norms)
+        with np.errstate(all="ignore"):  # a zero row is reported as not finite
+            found = magnitude / norms
+            close = round_to(found * (1 - _DOUBT), dtype) != round_to(found * (1 + _DOUBT), dtype)
+            for i in np.flatnonzero(close & np.isfinite(found)):
+                found[i] = magnitude[i] / _norm(values_of(weight[i], tensor.dtype), b[i], a)
+        return np.asarray(found)
 
     def _check_row(self, row: Row, magnitude: Tensor, problems: Findings) -> None:
         found = self._tensors.get(_key(row))
@@ -110,6 +121,19 @@ class BaseWeights:
                 f"{magnitude.size} values where the module has {total} rows",
                 "one magnitude per output row",
             )
+
+
+def _norm(weight: Floats, b: Floats, a: Floats) -> float:
+    """‖w + b·A‖ of one row, by single additions in a fixed order."""
+    total = weight.copy()
+    for factor, component in zip(b, a, strict=True):
+        total += factor * component
+    total *= total
+    while total.size > 1:
+        half = total.size // 2
+        total, rest = total[:half] + total[half : 2 * half], total[2 * half :]
+        total[:1] += rest.sum()  # of one value, or none
+    return math.sqrt(float(total[0]))
 
 
 def _key(row: Row) -> _Key:

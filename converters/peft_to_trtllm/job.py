@@ -71,7 +71,7 @@ class Conversion(NamedTuple):
         """(row number, values) of every row; see `numbers.convert_rows`."""
         file, problems, weights = self.adapter.file, self.report.problems, self.weights
         loader = Loader(file)
-        magnitude = (lambda row: weights.normalised(row, loader)) if weights else None
+        magnitude = (lambda row: weights.normalised(row, loader, self.dtype)) if weights else None
         try:
             for number, values in convert_rows(self.plan, loader, self.dtype, problems, magnitude):
                 yield number, values

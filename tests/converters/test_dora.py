@@ -45,6 +45,21 @@ def test_the_magnitude_is_normalised(tmp_path: Path) -> None:
     np.testing.assert_allclose(row[64:128].reshape(16, 4) @ row[:64].reshape(4, 16), delta, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_same_on_every_machine(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a magnitude lies on the edge between two roundings, the last bits of a matrix product do not choose."""
+    digits = {"float32": 24, "float16": 11, "bfloat16": 8}[dtype]
+    delta = 2.0 * values(TENSORS[f"{Q}.lora_B.weight"]) @ values(TENSORS[f"{Q}.lora_A.weight"])
+    edges = 1 + (2 * np.arange(16) + 1) * 2.0**-digits  # halfway between two neighbours of the type
+    tensors = {**TENSORS, f"{Q}.lora_magnitude_vector": np.linalg.norm(W0 + delta, axis=1) * edges}
+    there, adapter, norm = base(tmp_path / "b"), write_adapter(tmp_path / "a", tensors, DORA), np.linalg.norm
+    digests = set()
+    for wobble in (1 - 1e-14, 1.0, 1 + 1e-14):
+        monkeypatch.setattr(np.linalg, "norm", lambda *a, w=wobble, **k: norm(*a, **k) * w)
+        digests.add(convert(adapter, base=there, base_weights=there, out=tmp_path / "o", dtype=dtype).digest)
+    assert len(digests) == 1
+
+
 BAD: dict[str, tuple[Tensors, Tensors | None]] = {
     "a magnitude missing": ({k: v for k, v in TENSORS.items() if "magnitude" not in k}, None),
     "a magnitude of another length": ({**TENSORS, f"{Q}.lora_magnitude_vector": M[:8]}, None),
