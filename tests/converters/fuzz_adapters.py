@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fakes.peft_files import CONFIG, LLAMA, PREFIX, llama_tensors, safetensors_bytes, write_base
+from fakes.peft_files import CONFIG, LLAMA, PREFIX, llama_tensors, pair, safetensors_bytes, write_base
 
 from lora_slots.convert_command import main as convert
 from peft_to_trtllm.fields import KNOWN
@@ -50,6 +50,8 @@ VALUES: list[Any] = [
     "all",
     "pissa",
     "q_proj",
+    "0.21.2",
+    "layers",
     ".*",
     "(a+)+",
     "\ud800",
@@ -98,24 +100,47 @@ WORDS = [
 TYPES = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I8", "U8", "BOOL", "F4", None, 3]
 
 
+FAMILIES: list[Any] = [
+    "llama",
+    "phi3",
+    "gpt2",
+    "falcon",
+    "chatglm",
+    "codegen",
+    "mixtral",
+    "llama4_text",
+    "gpt_oss",
+    "deepseek_v3",
+    "",
+    3,
+]
+
+
 def config(rng: random.Random) -> bytes:
     """A config with a few wild fields, or with wild bytes."""
     made: dict[str, Any] = dict(CONFIG)
-    for _ in range(rng.randrange(4)):
+    for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
         made[rng.choice(FIELDS)] = rng.choice(VALUES)
     text = json.dumps(made).encode()
-    return damaged(rng, text) if rng.random() < 0.2 else text
+    return damaged(rng, text) if rng.random() < 0.1 else text
 
 
 def tensors(rng: random.Random) -> bytes:
     """A safetensors file with wild keys, types, shapes, offsets or bytes."""
     plain = llama_tensors(layers=rng.choice([1, 2]))
+    if rng.random() < 0.2:
+        a, b = pair(np.random.default_rng(0), 12, *rng.choice([(16, 48), (48, 16), (24, 16), (16, 16)]))
+        wrapper = PREFIX + rng.choice(["0.mlp.experts", "0.feed_forward.experts.base_layer", "1.mlp.gate", "0.mlp"])
+        plain |= {f"{wrapper}.lora_A.weight": a, f"{wrapper}.lora_B.weight": b}
     good = safetensors_bytes(
-        {key: array * np.float32(rng.choice([1, 1, 1e30, 1e-30, float("nan")])) for key, array in plain.items()}
+        {
+            key: array * np.float32(rng.choice([1, 1, 1, 1, 1, 1, 1e30, 1e-30, float("nan")]))
+            for key, array in plain.items()
+        }
     )
     length = int.from_bytes(good[:8], "little")
     header, data = json.loads(good[8 : 8 + length]), good[8 + length :]
-    for _ in range(rng.randrange(4)):
+    for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
         name = rng.choice([*header, PREFIX + "0.self_attn.k_proj.lora_A.weight"])
         entry = header.setdefault(name, {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
         how = rng.randrange(6) if isinstance(entry, dict) else 0
@@ -133,7 +158,7 @@ def tensors(rng: random.Random) -> bytes:
             header[name] = rng.choice(VALUES)
     text = json.dumps(header).encode()
     made = len(text).to_bytes(8, "little") + text + data
-    return damaged(rng, made) if rng.random() < 0.3 else made
+    return damaged(rng, made) if rng.random() < 0.2 else made
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
@@ -198,8 +223,10 @@ def base_config(rng: random.Random) -> dict[str, Any]:
     """A base's config, sometimes with wild sizes or another family."""
     made = dict(LLAMA)
     if rng.random() < 0.3:
-        made[rng.choice([*made, "head_dim", "num_local_experts", "text_config"])] = rng.choice(VALUES)
-        made["model_type"] = rng.choice(["llama", "phi3", "gpt2", "falcon", "chatglm", "codegen", "mixtral", "", 3])
+        made[rng.choice([*made, "head_dim", "num_local_experts", "text_config", "layer_types", "kv_lora_rank"])] = (
+            rng.choice(VALUES)
+        )
+        made["model_type"] = rng.choice(FAMILIES)
     return made
 
 
