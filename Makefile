@@ -15,7 +15,7 @@ folders := engines converters slot_manager clients tests examples bench
 here := $(shell pwd | cksum | cut -d' ' -f1)
 runtime := .venv/.runtime-$(here)
 dev := .venv/.dev-$(here)
-version = $(shell $(1) -c 'import sys; print(sys.version_info[:2])' 2>/dev/null)
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 made_with := $(call version,$(bin)/python)
 usable := $(if $(made_with),$(if $(PYTHON),$(filter $(made_with),$(call version,$(PYTHON))),yes))
 

@@ -74,6 +74,8 @@ def _run() -> int:
         return _fail(f"{error} [{error.code}]", error.exit_code)
     except CheckFailed as error:
         return _fail(f"check failed:\n{error}", EXIT_CHECK_FAILED)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         return _fail(
             ": ".join(str(part) for part in (error.filename, error.strerror or error) if part), EXIT_ENVIRONMENT

@@ -147,5 +147,5 @@ def server_error(error: Exception, url: str) -> ServerError:
     code = tag.group(1) if tag else status.group(1) if status else "UNKNOWN"
     message = _TAG.sub("", message)
     if code == "UNAVAILABLE" and "connect" in message:
-        message = f"no server answers at {url}; start one with `make up`, or give --url ({message})"
+        message = f"no server answers at {url}; start one with `lora-slots up`, or give --url ({message})"
     return ServerError(message, code=code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -166,6 +167,8 @@ def ensure_engine(base: Path, engines: Path, progress: Progress) -> Path:
     require_writable(engines)
     with locked(engines, waiting=lambda: progress("wait", 0, 0)):
         if not _opens(engine):
+            for half in engines.glob(f".{base.name}-*"):  # of a process that was killed: builders have the lock
+                shutil.rmtree(half, ignore_errors=True)
             require_space(engines, stat.st_size)  # float32 as the base
             build_engine(
                 base,

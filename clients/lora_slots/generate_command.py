@@ -58,7 +58,13 @@ def generate(
 
 
 def _chat(text: str, tokenizer: Path | None) -> str:
+    from rich.console import Console
+
     from lora_slots.base_model import ensure_base_model
+    from lora_slots.progress import Bars
     from lora_slots.text import Tokenizer
 
-    return Tokenizer(tokenizer or ensure_base_model()).apply_chat_template([{"role": "user", "content": text}])
+    if tokenizer is None:
+        with Bars(Console(stderr=True)) as bars:  # it may have to be fetched
+            tokenizer = ensure_base_model(progress=bars.report)
+    return Tokenizer(tokenizer).apply_chat_template([{"role": "user", "content": text}])

@@ -34,8 +34,7 @@ class Bars:
         )
 
     def __enter__(self) -> Self:
-        self._rich.start()
-        return self
+        return self  # nothing is drawn before the first report
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -49,6 +48,7 @@ class Bars:
             self._console.print(f"{text} …", highlight=False)
             return
         if stage not in self._tasks:
+            self._rich.start()
             self._tasks[stage] = self._rich.add_task(text, total=total)
             if not self._console.is_terminal:
                 self._console.print(f"{text} …", highlight=False)

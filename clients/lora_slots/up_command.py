@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lora_slots.stack_folders import StackFolder
 
 USUAL_PORTS = (8000, 8001, 8002)
-MAX_PORT = 65_535
 MAX_TOKENS = 64
 MAX_SHOWN = 4
 """Adapters of a user's own registry that are warmed and asked at the start: it may have thousands."""
@@ -78,9 +77,9 @@ def up(
     idle_s: Annotated[
         float, typer.Option(min=0, callback=_finite, help="Evict an adapter nobody used for this many seconds.")
     ] = 300.0,
-    http_port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="0: 8000 if it is free, else any.")] = 0,
-    grpc_port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="0: 8001 if it is free, else any.")] = 0,
-    metrics_port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="0: 8002 if it is free, else any.")] = 0,
+    http_port: Annotated[int, typer.Option(help="0: 8000 if it is free, else any.")] = 0,
+    grpc_port: Annotated[int, typer.Option(help="0: 8001 if it is free, else any.")] = 0,
+    metrics_port: Annotated[int, typer.Option(help="0: 8002 if it is free, else any.")] = 0,
 ) -> None:
     """Start everything here: base model, adapters, a real Triton; ask one prompt; serve until Ctrl-C.
 

@@ -236,6 +236,16 @@ def test_failing_apt_leaves_no_half_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "cache").rglob("*.so*")) == list((tmp_path / "cache").rglob("new-*")) == []
 
 
+def test_a_cache_that_cannot_be_written_leaves_the_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the library cannot be put into the cache, the error still says what to install."""
+    _nothing_here(monkeypatch)
+    _fake_apt(tmp_path / "bin", works=True)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(LibpythonMissing, match="apt-get install"):
+        libpython.find_libpython(cache=tmp_path / "cache")
+
+
 def test_exit_on_signals_gives_handlers_back() -> None:
     """After the block the handlers are those of before."""
     before = signal.getsignal(signal.SIGTERM)

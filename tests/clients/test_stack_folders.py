@@ -149,3 +149,12 @@ def test_a_damaged_bundle_is_written_anew(tmp_path: Path) -> None:
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     embedded.publish_adapters({name: path}, base, tmp_path, quiet)
     assert weights.read_bytes() == whole
+
+
+def test_what_a_killed_builder_left_is_removed(tmp_path: Path) -> None:
+    """An engine half made by a process that is gone goes with the next one that is built."""
+    base = make_tiny_llama(tmp_path / "base", seed=1)
+    half = tmp_path / "engines" / f".{base.name}-float32-0-abc"
+    half.mkdir(parents=True)
+    engine = embedded.ensure_engine(base, half.parent, quiet)
+    assert {path.name for path in half.parent.iterdir()} == {".lock", engine.name}

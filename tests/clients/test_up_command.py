@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -42,3 +44,19 @@ def test_an_option_that_cannot_be_meant_is_named(
     assert words in said
     assert said.count("\n") == 1
     assert not (tmp_path / "cache").exists()
+
+
+def test_the_systems_errors_are_told_without_their_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no part has put into words of its own: the file and the reason, exit code 1."""
+
+    def full() -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file")
+
+    monkeypatch.setattr("lora_slots.address.find", full)
+    monkeypatch.setattr(sys, "argv", ["lora-slots", "slots", "status"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 1
+    assert capsys.readouterr().err == "lora-slots: /some/file: No space left on device\n"

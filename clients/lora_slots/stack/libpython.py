@@ -94,7 +94,14 @@ def _download(store: Path, name: str) -> Path | None:
     """Unpack Debian's package into the store, which appears whole or not at all."""
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return None
-    store.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        store.parent.mkdir(parents=True, exist_ok=True)
+        return _unpacked(store, name)
+    except OSError:
+        return None  # the cache cannot be written; there is a message that says what to install
+
+
+def _unpacked(store: Path, name: str) -> Path | None:
     with tempfile.TemporaryDirectory(prefix="new-", dir=store.parent) as scratch:
         work = Path(scratch)
         for folder in ("lists/partial", "archives/partial", "root"):

@@ -62,9 +62,7 @@ class StubWatch:
             elif pid not in self._instances and (instance := _instance(pid)):
                 self._instances[pid] = instance
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in zombies}
-        late = [
-            pid for pid, since in self._dead_since.items() if now - since >= self.grace_s and pid not in self._buried
-        ]
+        late = [pid for pid, since in self._dead_since.items() if now - since >= self.grace_s]
         return [self._instances.get(pid, f"process {pid}") for pid in late if pid not in self._buried]
 
     def bury(self) -> None:
