@@ -128,8 +128,11 @@ def _adapter_problems(where: Where, adapter: Any, pools: Mapping[str, Any]) -> I
         return
     yield from _unknown(where, adapter, ADAPTER_KEYS)
     yield from _kinds(where, adapter, _ADAPTER_KINDS)
-    if adapter.get("pool") is not None and adapter["pool"] not in list(pools):  # YAML has values that cannot be hashed
-        yield Problem((*where, "pool"), f"there is no pool {adapter['pool']!r}")
+    pool = adapter.get("pool")
+    if pool is not None and not isinstance(pool, str):
+        yield Problem((*where, "pool"), f"must be the name of a pool, found {repr(pool)[:60]}")
+    elif pool is not None and pool not in pools:
+        yield Problem((*where, "pool"), f"there is no pool {pool!r}")
     versions = adapter.get("versions")
     if not isinstance(versions, list) or not versions:
         yield Problem((*where, "versions"), "must be a list of at least one")
@@ -233,7 +236,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _is_counts(value: Any) -> bool:
-    return type(value) is dict and all(_is_text(name) and _is_int(number) for name, number in value.items())
+    return type(value) is dict and all(is_name(name) and _is_int(number) for name, number in value.items())
 
 
 def _is_weight(value: Any) -> bool:

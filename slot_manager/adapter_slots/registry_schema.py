@@ -36,11 +36,10 @@ def schema() -> Mapping[str, Any]:
                     "description": "ed25519 public keys: base64 of 32 bytes, PEM text, or a PEM file beside this one",
                 },
                 "last_versions": {
-                    "type": "object",
-                    "additionalProperties": {"type": "integer"},
+                    **_names({"type": "integer"}),
                     "description": "highest version number ever given, of adapters and versions that were removed",
                 },
-                "pools": _names(_pool()),
+                "pools": {"type": "object", "additionalProperties": _pool()},
                 "aliases": _names(_alias()),
                 "adapters": _names(_adapter()),
             },
