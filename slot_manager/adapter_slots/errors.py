@@ -9,6 +9,7 @@ SlotError
 ├── LeaseRunning         ALREADY_EXISTS 409       a request of that id is still running
 ├── BadRequest           INVALID_ARGUMENT 400     the request contradicts itself, or the engine would refuse it
 ├── NoRoom               UNAVAILABLE 429          no slot within the deadline, or none could ever be
+├── NoSlotEver           RESOURCE_EXHAUSTED 429   pins and pools leave it no slot, whatever else ends
 ├── AdapterCold          UNAVAILABLE 503          it is not in a slot, and the request does not wait
 ├── AdapterFailed        UNAVAILABLE 503          its last move failed; the reason is kept, back-off runs
 ├── Draining             UNAVAILABLE 503          nothing new is granted any more
@@ -111,6 +112,12 @@ class NoRoom(SlotError):
     """No slot fell free in time, or the adapter is larger than the engine's cache."""
 
     grpc_code, http_status, retryable = "UNAVAILABLE", 429, True
+
+
+class NoSlotEver(SlotError):
+    """Pins and pools leave the adapter no slot: waiting is in vain until an operator changes them."""
+
+    grpc_code, http_status = "RESOURCE_EXHAUSTED", 429
 
 
 class AdapterCold(SlotError):

@@ -50,6 +50,8 @@ def _tiers(machine: SlotMachine) -> Iterator[str]:
             yield f"{a.name}: in {a.tier.name} without a task id"
         if a.tier is Tier.SLOT and a.waiting and not a.draining:
             yield f"{a.name}: in a slot, and leases wait for it"
+        if a.waiting and a.tier is not Tier.SLOT and (why := machine.no_room_ever(a)):
+            yield f"{a.name}: leases wait in vain: {why}"
 
 
 def _leases(machine: SlotMachine) -> Iterator[str]:

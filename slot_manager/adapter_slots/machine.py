@@ -50,22 +50,18 @@ from adapter_slots.events import (
     Unpinned,
     Warmed,
 )
-from adapter_slots.membership import DRAINING_TEXT, Membership
-from adapter_slots.policy import Policy
-from adapter_slots.records import Adapter, Lease, MachineConfig
-from adapter_slots.room import could_fit, room_in_host, room_in_slots
+from adapter_slots.membership import DRAINING_TEXT
+from adapter_slots.records import Adapter, Lease
+from adapter_slots.room import Room, could_fit, room_in_host, room_in_slots
+from adapter_slots.timer import Timer
 
 
-class SlotMachine(Membership):
+class SlotMachine(Timer):
     """State of the working set of one engine. See the module's rules.
 
     `handle(event, now)` is the one door; `next_deadline()` says when a Ticked is due. `invariants.broken_rules`
     lists what should never be.
     """
-
-    def __init__(self, config: MachineConfig, policy: Policy | None = None) -> None:
-        super().__init__(config, policy)
-        self._tick_due: float | None = None
 
     # --- the door
 
@@ -75,6 +71,7 @@ class SlotMachine(Membership):
         Raises:
             EventRefused: the event makes no sense in this state; nothing was changed.
         """
+        now = self._clock_shows(now)
         match event:
             case Acquired():
                 self._acquired(event, now)
@@ -112,15 +109,6 @@ class SlotMachine(Membership):
         effects, self._effects = self._effects, []
         return effects
 
-    def next_deadline(self) -> float | None:
-        """When a Ticked is due, None if nothing can happen by time alone."""
-        while self._deadlines and self._deadlines[0][1] not in self.leases:
-            heapq.heappop(self._deadlines)
-        due = [self._deadlines[0][0]] if self._deadlines else []
-        if self._tick_due is not None:
-            due.append(self._tick_due)
-        return min(due, default=None)
-
     # --- leases
 
     def _acquired(self, event: Acquired, now: float) -> None:
@@ -132,7 +120,8 @@ class SlotMachine(Membership):
             self._effects.append(refusal)
             return
         adapter.last_used = now
-        lease = Lease(event.lease, adapter.digest, now, adapter.tier, event.wait_until, event.hold_s)
+        wait_until = self.time(event.wait_until)
+        lease = Lease(event.lease, adapter.digest, now, adapter.tier, wait_until, event.hold_s)
         self.leases[lease.id] = lease
         if adapter.tier is Tier.SLOT and not adapter.draining:
             self._grant(adapter, lease, now)
@@ -154,24 +143,14 @@ class SlotMachine(Membership):
             return None
         if now < adapter.retry_at and not adapter.retries:
             return Refuse(*refuse, Reason.FAILED, adapter.failure, adapter.retry_at - now)
+        if no_room := self.no_room_ever(adapter):
+            return Refuse(*refuse, Reason.NO_SLOT, no_room)
         if event.waits:
             return None
         adapter.warming = True
         self._want(adapter, now)
         eta_s = self._eta_s(adapter)
         return Refuse(*refuse, Reason.COLD, f"in {adapter.tier.name}, ready in about {eta_s:.1f} s", eta_s)
-
-    def _released(self, lease: Lease, now: float) -> None:
-        adapter = self.adapters[lease.adapter]
-        del self.leases[lease.id]
-        adapter.waiting.pop(lease.id, None)
-        if lease.id in adapter.leases:
-            adapter.leases.remove(lease.id)
-            adapter.last_used = now
-            if not adapter.leases:
-                self._finished(adapter, now)
-        self._unwant(adapter)
-        self._forget_if_removed(adapter, now)
 
     # --- moves
 
@@ -181,6 +160,7 @@ class SlotMachine(Membership):
             wrong = self._learn(adapter, event.facts)
             if wrong:
                 self._refuse_all(adapter, Reason.TOO_LARGE, wrong)
+            self._refuse_hopeless()
             if adapter.task_id == 0:  # another adapter has its task id: it cannot go up
                 adapter.tier, adapter.failure, adapter.retries = Tier.REMOTE, wrong, False
                 adapter.retry_at = now + self.config.max_backoff_s
@@ -188,6 +168,8 @@ class SlotMachine(Membership):
             adapter.warming, adapter.bound_at = False, now
             self._finished(adapter, now)
             self._grant_waiting(adapter, now)
+        if adapter.pinned:
+            self._refuse_hopeless()
         self._forget_if_removed(adapter, now)
 
     def _promote_failed(self, event: PromoteFailed, now: float) -> None:
@@ -199,6 +181,9 @@ class SlotMachine(Membership):
         adapter.tell(now, f"{event.tier.name} failed: {event.why}")
         if event.gone:
             adapter.tier, adapter.retry_at, adapter.retries = Tier.REMOTE, now, True
+        if event.no_room:
+            for victim in self._room_in_host(adapter, self.config.host_bytes).evict:
+                self._leave_host(victim, Reason.ROOM, now)
         if event.engine_lost_idle:
             for task in self.mirror.eviction_order():
                 self._missed(self._by_task[task], now)
@@ -266,12 +251,15 @@ class SlotMachine(Membership):
         if adapter.tier is Tier.REMOTE:
             self._begin(adapter, Tier.DISK, now)
             return True
-        room = room_in_host(adapter, self._in_host.values(), self._host_bytes, self.config, self.policy)
+        room = self._room_in_host(adapter, self._host_bytes)
         if room.ready:
             for victim in room.evict:
                 self._leave_host(victim, Reason.ROOM, now)
             self._enter_host(adapter, now)
         return room.ready
+
+    def _room_in_host(self, adapter: Adapter, used_bytes: int) -> Room:
+        return room_in_host(adapter, self._in_host.values(), used_bytes, self.config, self.policy)
 
     def _has_reserved_slot(self, adapter: Adapter) -> bool:
         return self.config.pools.has_reserved(adapter.pool, (a.pool for a in self._in_slot.values()))
@@ -305,51 +293,3 @@ class SlotMachine(Membership):
         for adapter in [a for a in self._in_slot.values() if a.draining]:
             adapter.draining = False
             self._grant_waiting(adapter, now)
-
-    # --- time
-
-    def _ticked(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, lease_id = heapq.heappop(self._deadlines)
-            lease = self.leases.get(lease_id)
-            if lease is None or now < (lease.until if lease.granted else lease.wait_until):
-                continue
-            if lease.granted:
-                self._effects.append(Reap(lease.id, lease.adapter))
-            else:
-                why = f"no slot within {now - lease.acquired_at:.1f} s"
-                eta_s = self._eta_s(self.adapters[lease.adapter])
-                self._effects.append(Refuse(lease.id, lease.adapter, Reason.DEADLINE, why, eta_s))
-            self._released(lease, now)
-        if self._tick_due is not None and now >= self._tick_due:
-            self._tick_due = None
-            self._evict_idle(now)
-            self._refresh(now)
-
-    def _evict_idle(self, now: float) -> None:
-        for adapter in [a for a in self._in_slot.values() if not a.held]:
-            if now - adapter.last_used >= self.config.idle_s:
-                self._leave_slot(adapter, Reason.IDLE, now)
-        surplus = len(self._in_slot) - self.config.watermark
-        for _ in range(surplus):
-            idle = (a for a in self._in_slot.values() if not a.held and now - a.last_used >= self.config.min_idle_s)
-            victim = self.policy.victim(idle)
-            if victim is None:
-                return
-            self._leave_slot(victim, Reason.WATERMARK, now)
-
-    def _refresh(self, now: float) -> None:
-        """Touch pinned adapters before they grow old, and the one adapter that was seen in the engine longest ago."""
-        still = [a for a in self._in_slot.values() if a.moving is None and not a.touching]
-        for adapter in still:
-            if adapter.pinned and not adapter.leases and now >= adapter.seen_at + self.config.refresh_s:
-                self._touch(adapter, now)
-        oldest = min(still, key=lambda a: a.seen_at, default=None)
-        if oldest is not None and now >= oldest.seen_at + self.config.verify_s:
-            self._touch(oldest, now)
-
-    def _arm(self, now: float) -> None:
-        if not self._in_slot and not self._wanted:
-            self._tick_due = None
-        elif self._tick_due is None:
-            self._tick_due = now + self.config.tick_s

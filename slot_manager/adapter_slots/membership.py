@@ -17,6 +17,7 @@ class Membership(WorkingSet):
         known = self.adapters.get(event.adapter)
         if known is not None:
             known.removed, known.name, known.pool = False, event.name, event.pool
+            self._refuse_hopeless()
             return
         adapter = Adapter(event.adapter, event.name, event.pool, last_used=now)
         if event.facts is not None:
@@ -47,6 +48,7 @@ class Membership(WorkingSet):
         adapter.tell(now, "pinned")
         if adapter.tier is not Tier.SLOT:
             self._want(adapter, now)
+        self._refuse_hopeless()
 
     def _unpinned(self, adapter: Adapter, now: float) -> None:
         adapter.pinned = False

@@ -23,6 +23,7 @@ from adapter_slots.errors import (
     BundleGone,
     EngineFull,
     EngineMiss,
+    HostFull,
     MoveRejected,
     NotAdmitted,
     StoreUnavailable,
@@ -97,8 +98,8 @@ class Mover:
             return Promoted(digest, tier)
         except TierError as error:
             lost = isinstance(error, EngineFull) and error.lost_idle
-            gone = isinstance(error, BundleGone)
-            return PromoteFailed(digest, tier, str(error), error.transient, gone, engine_lost_idle=lost)
+            gone, full = isinstance(error, BundleGone), isinstance(error, HostFull)
+            return PromoteFailed(digest, tier, str(error), error.transient, gone, no_room=full, engine_lost_idle=lost)
         except Exception as error:  # noqa: BLE001 - every move ends in exactly one event
             return PromoteFailed(digest, tier, f"{type(error).__name__}: {error}")
 

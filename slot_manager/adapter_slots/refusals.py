@@ -11,6 +11,7 @@ from adapter_slots.errors import (
     EventRefused,
     LeaseRunning,
     NoRoom,
+    NoSlotEver,
     SlotError,
     UnknownAdapter,
 )
@@ -20,6 +21,7 @@ from adapter_slots.records import Adapter
 _ERRORS: dict[Reason, type[SlotError]] = {
     Reason.DEADLINE: NoRoom,
     Reason.TOO_LARGE: NoRoom,
+    Reason.NO_SLOT: NoSlotEver,
     Reason.COLD: AdapterCold,
     Reason.REMOVED: UnknownAdapter,
     Reason.DRAINING: Draining,

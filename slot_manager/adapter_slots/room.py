@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -77,6 +78,40 @@ def could_fit(adapter: Adapter, live: Collection[Adapter], config: MachineConfig
     return _fits(adapter, [a for a in live if a.pinned and a is not adapter], config)
 
 
+def no_room_ever(
+    adapter: Adapter, in_slot: Collection[Adapter], in_host: Collection[Adapter], config: MachineConfig
+) -> str:
+    """Why nothing that may end can make room for an adapter while the pins in place stay; "" if something can."""
+    pins = [a for a in in_slot if a.pinned and a.tier is Tier.SLOT and a is not adapter]
+    if len(pins) >= config.num_slots:
+        return f"all {config.num_slots} slots are pinned"
+    if _pages(pins) + adapter.pages > config.cache_pages:
+        held = f"pinned adapters hold {_pages(pins)} of the {config.cache_pages} pages of the engine's LoRA cache"
+        return f"takes {adapter.pages} pages, and {held}"
+    if not config.pools.admits(adapter.pool, (a.pool for a in pins), config.num_slots):
+        return f"pool {adapter.pool or 'none'} has no slot beside those that are pinned, or reserved for other pools"
+    kept = sum(a.num_bytes for a in in_host if a.pinned and a.tier >= Tier.HOST and a is not adapter)
+    if adapter.tier < Tier.HOST and kept + adapter.num_bytes > config.host_bytes:
+        return f"takes {adapter.num_bytes} bytes, and pinned adapters hold {kept} of the {config.host_bytes} of HOST"
+    return ""
+
+
+def why_waiting(adapter: Adapter, in_slot: Collection[Adapter], config: MachineConfig, now: float) -> str:
+    """What an adapter that is wanted in a slot waits for, in words; names of others are not told."""
+    if adapter.failures:
+        return adapter.failure
+    if adapter.moving is not None:
+        return f"on its way to {adapter.moving.name} for {now - adapter.move_began:.1f} s"
+    if adapter.tier < Tier.HOST:
+        return f"in {adapter.tier.name}, others are moved first or hold HOST"
+    counts = Counter(
+        "pinned" if a.pinned else "leased" if a.leases else "moving" if a.moving is not None else "idle"
+        for a in in_slot
+    )
+    held = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    return f"{config.num_slots} slots: {held or 'none used'}"
+
+
 def slot_victim(adapter: Adapter, live: Collection[Adapter], view: SlotView) -> Adapter | None:
     """Whom of the live adapters the policy would evict for `adapter`; None if nobody may go."""
     pools, used = view.config.pools, [a.pool for a in live]
@@ -106,9 +141,10 @@ def _suspects(victims: tuple[int, ...], live: Collection[Adapter], view: SlotVie
 
     What we know of the engine is old by `report_margin_s`: end reports arrive late and may swap places, so an
     adapter that finished that little after the last victim counts as older than it; and a request granted that
-    recently may not have reached the engine yet, which still calls its adapter done. A touch that began after the
-    last victim's end was reported settles both. After a failed bind the mirror may be wrong about who is there at
-    all; with every live adapter touched, whoever else is there is older, and goes first.
+    recently may not have reached the engine yet, which still calls its adapter done. Just so the last request of an
+    adapter leased here may have ended in the engine, before a victim whose end was reported that recently. A touch
+    that began after the last victim's end was reported settles all three. After a failed bind the mirror may be wrong
+    about who is there at all; with every live adapter touched, whoever else is there is older, and goes first.
     """
     margin = view.config.report_margin_s
     live_tasks = {a.task_id for a in live}
@@ -118,7 +154,7 @@ def _suspects(victims: tuple[int, ...], live: Collection[Adapter], view: SlotVie
         a
         for a in live
         if a.moving is None
-        and (not a.leases or view.now - a.leased_since < margin)
+        and (not a.leases or view.now - max(a.leased_since, newest) < margin)
         and (
             (a.touching and bool(victims))
             or a.task_id in victims

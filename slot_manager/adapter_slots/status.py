@@ -11,7 +11,8 @@ from adapter_slots.registry import Entry, Registry
 
 
 def status_of(machine: SlotMachine, registry: Registry, now: float) -> dict[str, Any]:
-    """The working set at `now` (seconds of the machine's clock); call under the manager's lock."""
+    """The working set at `now` (seconds of the manager's clock); call under the manager's lock."""
+    now = machine.time(now)
     adapters = sorted((a for a in machine.adapters.values() if not a.removed), key=lambda a: (a.name, a.digest))
     return {
         "num_slots": machine.config.num_slots,
@@ -37,6 +38,7 @@ def pools_of(machine: SlotMachine) -> dict[str, dict[str, int | None]]:
 
 def explain(machine: SlotMachine, entry: Entry, verdict: str, now: float) -> dict[str, Any]:
     """Everything known of one adapter; call under the manager's lock."""
+    now = machine.time(now)
     adapter = machine.adapters.get(entry.digest)
     return {
         "name": entry.name,

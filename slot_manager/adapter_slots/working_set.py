@@ -12,7 +12,7 @@ from adapter_slots.errors import EventRefused
 from adapter_slots.events import Effect, Evict, Facts, Grant, Promote, Reason, Refuse, Tier, Touch
 from adapter_slots.policy import LeastRecentlyUsed, Policy
 from adapter_slots.records import Adapter, Lease, MachineConfig
-from adapter_slots.room import NEVER, SlotView
+from adapter_slots.room import NEVER, SlotView, no_room_ever
 from trtllm_lora.engine_cache import EngineCache
 
 GUESSED_MOVE_S = 0.5
@@ -64,6 +64,18 @@ class WorkingSet:
             self._grant(adapter, self.leases[lease_id], now)
         self._unwant(adapter)
 
+    def _released(self, lease: Lease, now: float) -> None:
+        adapter = self.adapters[lease.adapter]
+        del self.leases[lease.id]
+        adapter.waiting.pop(lease.id, None)
+        if lease.id in adapter.leases:
+            adapter.leases.remove(lease.id)
+            adapter.last_used = now
+            if not adapter.leases:
+                self._finished(adapter, now)
+        self._unwant(adapter)
+        self._forget_if_removed(adapter, now)
+
     def _refuse_all(self, adapter: Adapter, reason: Reason, why: str, retry_after_s: float | None = None) -> None:
         for lease_id in adapter.waiting:
             del self.leases[lease_id]
@@ -71,6 +83,12 @@ class WorkingSet:
         adapter.waiting.clear()
         adapter.warming = False
         self._unwant(adapter)
+
+    def _refuse_hopeless(self) -> None:
+        """A pin came into place, or an adapter's size was learnt: who can have no slot now need not wait for one."""
+        for adapter in [self.adapters[digest] for digest in self._wanted]:
+            if adapter.waiting and adapter.tier is not Tier.SLOT and (why := self.no_room_ever(adapter)):
+                self._refuse_all(adapter, Reason.NO_SLOT, why)
 
     def _finished(self, adapter: Adapter, now: float) -> None:
         adapter.done_at = now
@@ -204,6 +222,10 @@ class WorkingSet:
         if not adapter.touching:
             raise EventRefused(f"{adapter.name} is not being touched")
         return adapter
+
+    def no_room_ever(self, adapter: Adapter) -> str:
+        """Why an adapter can have no slot while the pins in place stay, whatever else ends; "" if it can."""
+        return no_room_ever(adapter, self._in_slot.values(), self._in_host.values(), self.config)
 
     def _too_large(self, adapter: Adapter) -> str:
         if adapter.pages > self.config.cache_pages:

@@ -6,6 +6,7 @@ choice among what could happen next, so a test can drive the world from hypothes
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 from collections import Counter
@@ -58,6 +59,11 @@ class World:
     pools: tuple[str | None, ...] = (None,)
     """Pools of the adapters, in turn."""
     now: float = 100.0
+    """Time as it is; `clock` is what the machine is told."""
+    wrong_by: float = 0.0
+    """What the clock shows too little."""
+    unseen: float = 0.0
+    """Seconds of `wrong_by` that nobody could notice: they passed before the next event came."""
     misses: int = 0
     events: list[Event] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
@@ -72,6 +78,8 @@ class World:
         self.waiting: set[str] = set()
         self.wait_until: dict[str, float] = {}
         self.restarts = 0
+        self._timer: float | None = None
+        """When the machine's timer rings, in true time: it was set by the clock as it was then."""
         self._later: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._numbers = itertools.count(1)
@@ -92,13 +100,25 @@ class World:
         """Let something happen after a while."""
         heapq.heappush(self._later, (self.now + seconds, next(self._order), action))
 
+    def clock(self) -> float:
+        """What a clock shows that may have been set back."""
+        return self.now - self.wrong_by
+
+    def set_clock_back(self, seconds: float) -> None:
+        """Nobody is told; what is due by the old clock still comes."""
+        self.wrong_by += seconds
+        self.unseen += min(seconds, self.config.tick_s)
+
     def post(self, event: Event) -> bool:
         """Give the machine an event and carry its effects out; False if it was refused."""
         held = {d for d, a in self.machine.adapters.items() if a.held}
         try:
-            effects = self.machine.handle(event, self.now)
+            effects = self.machine.handle(event, self.clock())
         except EventRefused:
             return False
+        finally:
+            deadline = self.machine.next_deadline()
+            self._timer = None if deadline is None else deadline + self.wrong_by
         self.events.append(event)
         broken = broken_rules(self.machine)
         assert not broken, (broken, self.events[-20:])
@@ -135,7 +155,8 @@ class World:
     def _assert_was_let_go(self, effect: Evict, event: Event) -> None:
         """Rule 1: a held adapter leaves only because this very event ended the hold, or the engine had lost it."""
         ends_hold = isinstance(
-            event, Released | Touched | Promoted | PromoteFailed | Ticked | Unpinned | Removed | Drained
+            event,
+            Released | Touched | Promoted | PromoteFailed | Ticked | Pinned | Unpinned | Added | Removed | Drained,
         )
         still = self.machine.adapters.get(effect.adapter)
         if still is None:
@@ -158,13 +179,34 @@ class World:
                 self.leases.add(lease)
                 self.granted += 1
                 self.later(self.delay(), lambda: self._arrive(lease, task_id))
-            case Refuse(lease, _, reason):
+            case Refuse(lease, adapter, reason):
                 self.waiting.discard(lease)
+                assert reason is not Reason.NO_SLOT or not self.could_have_a_slot(adapter), (effect, self.events[-20:])
                 self.refused[reason.value] += 1
             case Reap(lease):
                 self.leases.discard(lease)
             case Evict():
                 self.evictions.append(effect)
+
+    def could_have_a_slot(self, digest: str) -> bool:
+        """Whether an adapter would get a slot if every lease ended and nothing moved, while the pins in place stay.
+
+        Asked of another machine with nothing but these pins in it.
+        """
+        pins = [a for a in self.machine.adapters.values() if a.pinned and a.digest != digest]
+        kept = sum(a.num_bytes for a in pins if a.tier is Tier.HOST)
+        config = dataclasses.replace(
+            self.config, host_bytes=max(1, self.config.host_bytes - kept), max_wait_s=0.0, min_residency_s=0.0
+        )
+        other, in_slot = SlotMachine(config), [a for a in pins if a.tier is Tier.SLOT]
+        for adapter in [*in_slot, self.machine.adapters[digest]]:
+            facts = Facts(adapter.task_id, adapter.pages, adapter.num_bytes) if adapter.task_id else None
+            other.handle(Added(adapter.digest, adapter.name, facts, adapter.pool), 0.0)
+        for adapter in in_slot:
+            other.handle(Pinned(adapter.digest), 0.0)
+            assert _climbs(other, adapter.digest), "the pins have their slots"
+        other.handle(Warmed(digest), 1.0)
+        return _climbs(other, digest)
 
     def _promoted_to_disk(self, adapter: str) -> None:
         if self.faults and self.choose(4) == 0:
@@ -174,7 +216,8 @@ class World:
 
     def _promoted_to_host(self, adapter: str) -> None:
         if self.faults and self.choose(20) == 0:
-            self.post(PromoteFailed(adapter, Tier.HOST, "the disk said no", gone=self.choose(2) == 0))
+            kind = self.choose(3)
+            self.post(PromoteFailed(adapter, Tier.HOST, "it said no", kind == 1, gone=kind == 0, no_room=kind == 1))
         else:
             self.post(Promoted(adapter, Tier.HOST))
 
@@ -248,8 +291,8 @@ class World:
         """A request for adapter i."""
         lease = f"lease-{next(self._numbers)}"
         self.waiting.add(lease)
-        self.wait_until[lease] = self.now + wait_s
-        if not self.post(Acquired(f"digest-{i}", lease, self.now + wait_s, hold_s)):
+        self.wait_until[lease] = self.now + wait_s - self.unseen
+        if not self.post(Acquired(f"digest-{i}", lease, self.clock() + wait_s, hold_s)):
             self.waiting.discard(lease)
 
     def step(self) -> None:
@@ -288,7 +331,7 @@ class World:
         """Let time pass; whatever is due happens in order."""
         until = self.now + seconds
         while True:
-            deadline = self.machine.next_deadline()
+            deadline = self._timer
             due = self._later[0][0] if self._later else None
             upcoming = min((at for at in (deadline, due) if at is not None), default=None)
             if upcoming is None or upcoming > until:
@@ -299,6 +342,7 @@ class World:
             else:
                 self.post(Ticked())
         self.now = until
+        until -= self.unseen
         late = [x.id for x in self.machine.leases.values() if not x.granted and self.wait_until[x.id] + 1 < until]
         assert not late, f"rule 5: {late} wait past their deadline"
 
@@ -307,3 +351,14 @@ class World:
         for i in range(1, len(self.pages) + 1):
             self.post(Unpinned(f"digest-{i}"))
         self.pass_time(600)
+
+
+def _climbs(machine: SlotMachine, digest: str) -> bool:
+    """Let all moves of an adapter end well; whether it gets into a slot."""
+    adapter = machine.adapters[digest]
+    for now in range(2, 12):
+        if adapter.moving is not None:
+            machine.handle(Promoted(digest, adapter.moving), float(now))
+        else:
+            machine.handle(Ticked(), float(now))
+    return adapter.tier is Tier.SLOT

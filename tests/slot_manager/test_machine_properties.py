@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 from fakes.slot_world import World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adapter_slots import room
 from adapter_slots.errors import EventRefused
-from adapter_slots.events import Acquired, Added, Evict, Facts, Promote, Promoted, Reason, Refuse, Tier
+from adapter_slots.events import (
+    Acquired,
+    Added,
+    Effect,
+    Evict,
+    EvictAsked,
+    Facts,
+    Pinned,
+    Promote,
+    Promoted,
+    PromoteFailed,
+    Reason,
+    Refuse,
+    Released,
+    Ticked,
+    Tier,
+    Touch,
+    Touched,
+    Unpinned,
+    Warmed,
+)
 from adapter_slots.machine import SlotMachine
 from adapter_slots.policy import GreedyDualSizeFrequency, LeastRecentlyUsed
 from adapter_slots.pools import Pool, Pools
@@ -52,6 +73,23 @@ def test_no_rule_breaks_and_nobody_waits_for_ever(
     assert not world.leases
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(configs, page_lists, st.randoms(use_true_random=False))
+def test_a_clock_that_goes_back_breaks_no_deadline(
+    config: MachineConfig, pages: list[int], chance: random.Random
+) -> None:
+    """By seconds or hours, at any moment: nobody waits longer, nobody starves, the engine never misses."""
+    world = World(config, pages, chance.randrange)
+    for _ in range(60):
+        if chance.randrange(8) == 0:
+            world.set_clock_back(chance.choice([0.1, 3.0, 7200.0]))
+        world.step()
+    world.settle()
+    assert world.misses == 0
+    assert not world.machine.leases
+    assert not world.leases
+
+
 def long_walk(steps: int, *, seed: int = 7, lose_reports: bool = False) -> World:
     """A long seeded walk with mixed ranks and pins."""
     chance = random.Random(seed)
@@ -70,6 +108,7 @@ def test_a_long_walk_has_no_engine_miss() -> None:
     world = long_walk(20_000)
     assert world.misses == 0
     assert world.granted > 2_000
+    assert world.refused["no_slot"] > 500
     reasons = {effect.reason for effect in world.evictions}
     assert {Reason.IDLE, Reason.BIND, Reason.ROOM} <= reasons
 
@@ -162,6 +201,91 @@ def test_a_cold_adapter_is_refused_at_once_if_the_lease_does_not_wait() -> None:
     assert [effect.reason for effect in refusals] == [Reason.COLD]
     assert refusals[0].retry_after_s == pytest.approx(1.0)
     assert Promote("d", Tier.HOST) in effects
+
+
+def test_who_can_have_no_slot_is_refused_at_once() -> None:
+    """All slots pinned: refused before any wait; so is who waited before the last pin; unpinned, it is granted."""
+    machine = SlotMachine(MachineConfig(1, cache_pages=4, host_bytes=100))
+    for i, name in enumerate(("one", "two"), 1):
+        machine.handle(Added(name, name, Facts(i, 1, 10)), 0.0)
+    machine.handle(Pinned("one"), 0.0)
+    assert refusals(machine.handle(Acquired("two", "early", 30.0, 10.0), 1.0)) == [], "the pin has no slot yet"
+    machine.handle(Promoted("one", Tier.HOST), 1.0)
+    machine.handle(Promoted("two", Tier.HOST), 1.0)
+    early = refusals(machine.handle(Promoted("one", Tier.SLOT), 2.0))
+    assert [(r.lease, r.reason) for r in early] == [("early", Reason.NO_SLOT)]
+    (told,) = refusals(machine.handle(Acquired("two", "late", 30.0, 10.0), 3.0))
+    assert (told.reason, told.why) == (Reason.NO_SLOT, "all 1 slots are pinned")
+    machine.handle(Unpinned("one"), 4.0)
+    assert refusals(machine.handle(Acquired("two", "again", 30.0, 10.0), 5.0)) == []
+
+
+def refusals(effects: list[Effect]) -> list[Refuse]:
+    """The refusals among effects."""
+    return [effect for effect in effects if isinstance(effect, Refuse)]
+
+
+def test_slots_and_bytes_that_rules_keep_are_refused_at_once() -> None:
+    """Every slot reserved for a pool, or HOST full of pinned adapters: the reason says which."""
+    reserved = SlotMachine(MachineConfig(1, cache_pages=4, host_bytes=100, pools=Pools({"gold": Pool(reserved=1)})))
+    reserved.handle(Added("d", "one", Facts(1, 1, 10)), 0.0)
+    (told,) = refusals(reserved.handle(Acquired("d", "l", 30.0, 10.0), 0.0))
+    assert told.why == "pool none has no slot beside those that are pinned, or reserved for other pools"
+    full = SlotMachine(MachineConfig(2, cache_pages=4, host_bytes=100))
+    for i, name in enumerate(("one", "two"), 1):
+        full.handle(Added(name, name, Facts(i, 1, 60)), 0.0)
+    full.handle(Pinned("one"), 0.0)
+    full.handle(Promoted("one", Tier.HOST), 0.0)
+    (told,) = refusals(full.handle(Acquired("two", "l", 30.0, 10.0), 0.0))
+    assert told.why == "takes 60 bytes, and pinned adapters hold 60 of the 100 of HOST"
+
+
+def test_a_lease_that_waited_in_vain_is_told_the_cause() -> None:
+    """The last failure if there was one; else what it waited for, without the names of others."""
+    machine = SlotMachine(MachineConfig(1, cache_pages=4, host_bytes=100, max_wait_s=100.0))
+    for i, name in enumerate(("one", "two"), 1):
+        machine.handle(Added(name, name, Facts(i, 1, 10)), 0.0)
+    machine.handle(Acquired("two", "a", 3.0, 10.0), 0.0)
+    machine.handle(PromoteFailed("two", Tier.HOST, "shared memory has no room for 10 bytes", transient=True), 1.0)
+    (told,) = refusals(machine.handle(Ticked(), 3.0))
+    assert told.why == "no slot within 3.0 s: shared memory has no room for 10 bytes"
+    machine.handle(Acquired("one", "b", 9.0, 99.0), 4.0)
+    machine.handle(Promoted("one", Tier.HOST), 4.0)
+    machine.handle(Promoted("one", Tier.SLOT), 4.0)
+    machine.handle(Acquired("two", "c", 9.0, 10.0), 5.0)
+    machine.handle(Promoted("two", Tier.HOST), 5.0)
+    told = next(r for r in refusals(machine.handle(Ticked(), 9.0)) if r.lease == "c")
+    assert told.why == "no slot within 4.0 s: 1 slots: 1 leased"
+
+
+def test_an_end_whose_report_may_be_late_is_asked_for() -> None:
+    """Two leases end in the engine, the reports swap places: whose end is not reported yet is touched before a bind."""
+    machine = SlotMachine(MachineConfig(2, cache_pages=2, host_bytes=100, min_residency_s=0.0))
+    for i, name in enumerate(("first", "second", "third"), 1):
+        machine.handle(Added(name, name, Facts(i, 1, 10)), 0.0)
+        machine.handle(Acquired(name, f"lease-{name}", 60.0, 60.0), 0.0)
+        machine.handle(Promoted(name, Tier.HOST), 0.0)
+    for name in ("first", "second"):
+        machine.handle(Promoted(name, Tier.SLOT), 1.0)
+    effects = machine.handle(Released("lease-second"), 5.0)
+    assert effects == [Touch("first")], "the engine may have ended its request before the second's: it would drop it"
+    assert Promote("third", Tier.SLOT) in machine.handle(Touched("first"), 5.1)
+
+
+def test_a_host_that_is_fuller_than_its_bound_gives_up_what_is_idle() -> None:
+    """Others fill the same shared memory: idle copies make room for as many bytes, and the move is tried again."""
+    machine = SlotMachine(MachineConfig(2, cache_pages=4, host_bytes=100, backoff_s=1.0))
+    for i, name in enumerate(("idle", "slot", "new"), 1):
+        machine.handle(Added(name, name, Facts(i, 1, 20)), 0.0)
+        machine.handle(Warmed(name), 0.0)
+    for name in ("idle", "slot"):
+        machine.handle(Promoted(name, Tier.HOST), 0.0)
+        machine.handle(Promoted(name, Tier.SLOT), 0.0)
+    machine.handle(EvictAsked("idle"), 1.0)
+    effects = machine.handle(PromoteFailed("new", Tier.HOST, "full", transient=True, no_room=True), 2.0)
+    assert effects == [Evict("idle", Tier.HOST, Reason.ROOM)]
+    assert machine.adapters["slot"].tier is Tier.SLOT
+    assert Promote("new", Tier.HOST) in machine.handle(Ticked(), 3.0)
 
 
 def test_two_digests_with_one_task_id_are_refused_loudly() -> None:
@@ -266,6 +390,34 @@ def _end_is_not_marked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotMachine, "_finished", lambda _, adapter, now: setattr(adapter, "done_at", now))
 
 
+def _time_is_what_the_clock_shows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotMachine, "_clock_shows", lambda _, now: now)
+
+
+def _who_waits_in_vain_goes_on_waiting(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotMachine, "_refuse_hopeless", lambda _: None)
+
+
+def _leases_count_as_pins(patch: pytest.MonkeyPatch) -> None:
+    original = SlotMachine.no_room_ever
+
+    def eager(machine: SlotMachine, adapter: Adapter) -> str:
+        full = len(machine._in_slot) == machine.config.num_slots and all(a.held for a in machine._in_slot.values())
+        return "all slots are held" if full and adapter.digest not in machine._in_slot else original(machine, adapter)
+
+    patch.setattr(SlotMachine, "no_room_ever", eager)
+
+
+def _late_reports_swap_no_places(patch: pytest.MonkeyPatch) -> None:
+    original = room._suspects
+
+    def trusting(victims: tuple[int, ...], live: Collection[Adapter], view: room.SlotView) -> tuple[Adapter, ...]:
+        found = original(victims, live, view)
+        return tuple(a for a in found if not a.leases or view.now - a.leased_since < view.config.report_margin_s)
+
+    patch.setattr("adapter_slots.room._suspects", trusting)
+
+
 MUTATIONS: dict[str, Mutate] = {
     "rule 1: leases do not hold": _leases_do_not_hold,
     "rule 1: pins do not hold": _pins_do_not_hold,
@@ -277,6 +429,10 @@ MUTATIONS: dict[str, Mutate] = {
     "rule 4: idle adapters stay": _idle_is_never_evicted,
     "rule 7: one miss is believed to be the only one": _misses_are_believed_lonely,
     "rule 8: pools are ignored": _pools_are_ignored,
+    "rule 3: end reports that swap places": _late_reports_swap_no_places,
+    "rule 5: time is what the clock shows": _time_is_what_the_clock_shows,
+    "rule 5: who waits in vain goes on waiting": _who_waits_in_vain_goes_on_waiting,
+    "rule 5: leases count as pins": _leases_count_as_pins,
     "rule 5: two binds at one time": _two_binds_at_once,
     "rule 5: deadlines are forgotten": _deadlines_are_forgotten,
     "rule 5: nobody drains for a starving adapter": _nobody_drains,
@@ -306,8 +462,22 @@ def walk_must_be_clean() -> None:
     assert any(isinstance(e, Evict) and e.reason is Reason.IDLE for e in world.evictions)
     test_a_restarted_engine_is_healed_within_a_tick()
     test_reserved_slots_stay_free_for_their_pool_and_caps_hold()
+    _set_back()
+    test_an_end_whose_report_may_be_late_is_asked_for()
     starvation = _starve()
     assert starvation.granted_cold, "a cold adapter starved behind hot ones"
+
+
+def _set_back() -> None:
+    """The clock is set back by an hour while somebody waits for a slot that is leased; he waits no longer for it."""
+    world = World(MachineConfig(1, cache_pages=2, host_bytes=100), [1, 1], random.Random(3).randrange)
+    world.faults = False
+    world.acquire(1)
+    world.pass_time(2.0)
+    world.acquire(2, wait_s=4.0)
+    world.pass_time(1.0)
+    world.set_clock_back(3600.0)
+    world.pass_time(8.0)
 
 
 class _Starved:

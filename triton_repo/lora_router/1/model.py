@@ -12,7 +12,7 @@ from trtllm_lora.request_rules import RULED
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 OWN_INPUTS = ("adapter", "op", "op_args")
 TRUE = np.ones((1, 1), np.bool_)
-CODES = {"INVALID_ARGUMENT": "INVALID_ARG"}
+CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "RESOURCE_EXHAUSTED": "UNAVAILABLE"}
 """gRPC's names where Triton's Python backend has another; of those it has none for, the text alone tells."""
 
 
