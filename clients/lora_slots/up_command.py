@@ -40,14 +40,19 @@ class Wishes:
     adapters: Mapping[str, Path] | None
     """Name -> PEFT directory of what is published; None: `registry` is served as it is."""
     registry: Path | None
-    shown: Sequence[str]
-    """Adapters that are warmed and asked at the start."""
+    known: Sequence[str]
+    """The names of all adapters that are served."""
     prompt: str | None
     check: bool
     ports: tuple[int, int, int]
     """http, grpc, metrics; 0: the usual one if it is free, else any."""
     slots: int
     idle_s: float
+
+    @property
+    def shown(self) -> Sequence[str]:
+        """The adapters that are warmed and asked at the start."""
+        return self.known if self.registry is None else self.known[:MAX_SHOWN]
 
 
 def register(app: typer.Typer) -> None:
@@ -99,14 +104,14 @@ def up(
 
     if registry is None:
         adapters: Mapping[str, Path] | None = _adapters(adapter or [])
-        shown = list(adapters or {})
+        known = list(adapters or {})
     elif adapter:
         raise UsageError("--adapter publishes into a registry of the stack's own; with --registry, add it to that file")
     else:
-        adapters, shown = None, _published(registry)[:MAX_SHOWN]
+        adapters, known = None, _published(registry)
     ports = (http_port, grpc_port, metrics_port)
     with exit_on_signals():
-        _run(Wishes(adapters, registry, shown, prompt, check, ports, slots, idle_s), Console())
+        _run(Wishes(adapters, registry, known, prompt, check, ports, slots, idle_s), Console())
 
 
 def _run(wishes: Wishes, console: Console) -> None:
@@ -178,6 +183,8 @@ def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Co
 
     prompt = wishes.prompt or str(examples.styles().DEMO_PROMPT)
     text = Tokenizer(prepared.base).apply_chat_template([{"role": "user", "content": prompt}])
+    if len(wishes.shown) < len(wishes.known):
+        _say(console, f"asked are the base and {', '.join(wishes.shown)}, of {len(wishes.known):,} adapters")
     _say(console, f"prompt: {prompt}\n")
     answers = demo.ask(server.grpc_url, text, wishes.shown, max_tokens=MAX_TOKENS, console=console)
     failures = demo.failures(answers)
@@ -187,7 +194,7 @@ def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Co
         problems = [*failures, *demo.style_problems(answers, examples.adapters() if wishes.registry is None else ())]
         if problems:
             raise CheckFailed("\n".join(problems))
-        _say(console, "check passed: every answer is in its adapter's style, the base's in none")
+        _say(console, "check passed: every answer came, each example adapter's in its style, the base's in none")
         return
     for problem in failures:
         _say(console, problem)
@@ -259,7 +266,7 @@ def _adapters(wished: Sequence[str]) -> dict[str, Path]:
             raise UsageError(f"--adapter {text}: a name is {NAME_RULE}")
         if name in adapters:
             raise UsageError(f"--adapter {text}: there is an adapter {name!r} already; choose another name")
-        adapters[name] = Path(folder)
+        adapters[name] = Path(folder).expanduser()
     return adapters
 
 

@@ -96,10 +96,11 @@ def test_a_full_temporary_folder_is_named_with_its_variable(tmp_path: Path) -> N
     assert "TMPDIR" in done.stderr
 
 
-def test_a_killed_triton_is_noticed_and_its_log_shown() -> None:
-    """The server dies while serving: exit code 1 and the log's tail."""
+@pytest.mark.parametrize("moment", ["warm: json", "serving until Ctrl-C"])
+def test_a_killed_triton_is_noticed_and_its_log_shown(moment: str) -> None:
+    """The server dies while adapters are warmed or while it serves: exit code 1 and the log's tail."""
     running = Running()
-    running.until("serving until Ctrl-C")
+    running.until(moment)
     os.kill(running.own("/tritonserver"), signal.SIGKILL)
     code, said = running.end()
     assert code == 1

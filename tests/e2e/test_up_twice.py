@@ -104,12 +104,14 @@ def test_a_registry_of_ones_own_is_served_as_it_is(cache: Path, base: Path, tmp_
     """`--registry` serves what the file names and nothing else, checks that, and leaves the file unchanged."""
     registry = tmp_path / "own" / "adapters.yaml"
     bundle = convert(examples.adapters()["pirate"], base=base, out=tmp_path / "own", dtype="float32", name="json")
-    publish(registry, bundle, "json")  # by the name of an example adapter, and none of those
+    for name in ("json", "one", "two", "three", "yet-another"):  # json: the name of an example adapter, and not that
+        publish(registry, bundle, name)
     before = registry.read_bytes()
     done = lora_slots("up", "--check", "--registry", str(registry))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[json · " in done.stdout
     assert "[robot · " not in done.stdout
+    assert "asked are the base and json, one, three, two, of 5 adapters" in done.stdout
     assert registry.read_bytes() == before
     assert not (cache / "stacks/1/adapters.yaml").exists()
 
