@@ -97,23 +97,34 @@ def _compile(name: str, patterns: Mapping[str, float], problems: Findings) -> li
 
 
 def cost_of(key: str) -> str | None:
-    """Why this pattern of a stranger must not be run, or None."""
+    """Why this pattern of a stranger must not be looked for at the end of a path, or None."""
+    cost = complexity(rf"(.*\.)?({key})$", key)
+    if isinstance(cost, str):
+        return cost
+    open_repeats, choices = cost
+    if open_repeats > 4 or choices > 7:
+        return f"has {open_repeats - 1} open repetitions and {choices - 1} choices; at most 3 and 6 are matched"
+    return None
+
+
+def complexity(pattern: str, key: str) -> tuple[int, int] | str:
+    """(open repetitions, other choices) of a pattern around a stranger's key, or why it must never be run.
+
+    With k open repetitions a match takes up to n^k steps on a path of n characters.
+    """
     if len(key) > _LONGEST_KEY:
         return f"has {len(key)} characters, at most {_LONGEST_KEY} are matched"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             re.compile(key)  # the key alone must be whole: `a)(b` would only compile inside PEFT's brackets
-            tree = sre_parser.parse(rf"(.*\.)?({key})$")
+            tree = sre_parser.parse(pattern)
     except (re.error, OverflowError, RecursionError, Warning) as error:
         return f"is not a valid regular expression: {error}"
     try:
-        open_repeats, choices = _choices(tree, repeated=False)
+        return _choices(tree, repeated=False)
     except _Explosive:
         return "has a choice within a repetition, which can take exponential time"
-    if open_repeats > 4 or choices > 7:
-        return f"has {open_repeats - 1} open repetitions and {choices - 1} choices; at most 3 and 6 are matched"
-    return None
 
 
 class _Explosive(Exception):
@@ -131,9 +142,10 @@ def _choices(tree: Any, *, repeated: bool) -> tuple[int, int]:
         is_open = again and argument[1] > 8
         open_repeats += is_open
         choices += is_choice and not is_open
-        for part in _parts(argument):
-            below = _choices(part, repeated=repeated or again)
-            open_repeats, choices = open_repeats + below[0], choices + below[1]
+        below = [_choices(part, repeated=repeated or again) for part in _parts(argument)] or [(0, 0)]
+        # of alternatives one is taken: the costliest counts
+        join = max if op is sre.BRANCH else sum
+        open_repeats, choices = open_repeats + join(b[0] for b in below), choices + join(b[1] for b in below)
     return open_repeats, choices
 
 

@@ -25,12 +25,15 @@ from typing import Any, NamedTuple
 from peft_to_trtllm.families import leaf_name
 from peft_to_trtllm.keys import Place
 from peft_to_trtllm.report import Findings, Report, ranges
-from peft_to_trtllm.scale import cost_of
+from peft_to_trtllm.scale import complexity, cost_of
 
 _MATCHING_SECONDS = 2.0
 _MOST_NAMES = 4096
 _MOST_LEAVES, _MOST_LAYERS = 256, 1024
 """Of which the absent tensors are looked for: more than any model has."""
+_MOST_STEPS = 4 * 10**9
+"""Of one match of a pattern, at worst. What trainers write for vision-language models, with 4 open repetitions and 7
+choices, stays below it on a path of 70 characters, and takes microseconds there."""
 
 _Test = Callable[[str], bool]
 
@@ -81,14 +84,14 @@ class Targeting:
         """
         seen = _Seen.of(modules)
         advice = "PEFT leaves them as the base has them; a file with all its tensors, if it was to have some"
-        if len(seen.layers) > _MOST_LEAVES:
-            return
-        tails = {tail for path in seen.paths for tail in _tails(path)}
-        absent = [name for name in self._names if name not in tails]
+        known = set(self._names)
+        for path in seen.paths:
+            known.difference_update(_tails(path))
+        absent = [name for name in self._names if name in known]
         if absent:
             found = f"no tensor of {', '.join(absent[:8])}" + (f" and {len(absent) - 8} more" if absent[8:] else "")
             self._warnings.add("absent", "adapter_config.json target_modules", found, advice)
-        if self._is_targeted is None or not alike:
+        if self._is_targeted is None or not alike or len(seen.layers) > _MOST_LEAVES:
             return
         count = num_layers or 1 + max(layer for there in seen.layers.values() for layer in there)
         every = range(min(count, _MOST_LAYERS))
@@ -127,19 +130,29 @@ class Targeting:
         return in_layer
 
     def _pattern(self, pattern: str, field: str) -> _Test | None:
-        """re.fullmatch, or None for a pattern that is not to be run; true for all once the time is over."""
-        if self._costly(pattern, field):
+        """re.fullmatch, or None for a pattern that is not to be run; true where a match would take too long."""
+        cost = complexity(pattern, pattern)
+        if isinstance(cost, str):
+            self._note_cost(pattern, field, cost)
             return None
-        compiled = re.compile(pattern)
-        return lambda path: time.monotonic() >= self._deadline or compiled.fullmatch(path) is not None
+        (open_repeats, choices), compiled = cost, re.compile(pattern)
 
-    def _costly(self, pattern: str, field: str = "layers_pattern") -> bool:
+        def test(path: str) -> bool:
+            too_long = len(path) ** open_repeats << choices > _MOST_STEPS or time.monotonic() >= self._deadline
+            return too_long or compiled.fullmatch(path) is not None
+
+        return test
+
+    def _costly(self, pattern: str) -> bool:
         reason = cost_of(pattern)
         if reason:
-            found = f"the pattern {pattern[:80]!r} {reason}"
-            advice = "what the file holds is converted, whatever this pattern says"
-            self._warnings.add("targets", f"adapter_config.json {field}", found, advice)
+            self._note_cost(pattern, "layers_pattern", reason)
         return reason is not None
+
+    def _note_cost(self, pattern: str, field: str, reason: str) -> None:
+        found = f"the pattern {pattern[:80]!r} {reason}"
+        advice = "what the file holds is converted, whatever this pattern says"
+        self._warnings.add("targets", f"adapter_config.json {field}", found, advice)
 
     def _note_what_peft_rejects(self, config: Mapping[str, Any]) -> None:
         is_pattern = isinstance(config.get("target_modules"), str)
@@ -153,23 +166,24 @@ class Targeting:
 
 
 class _Seen(NamedTuple):
-    """The modules of a file: by path, and in which layers each stands (one expert for all)."""
+    """The modules of a file: their paths, and in which layers each stands (one expert for all)."""
 
     paths: list[str]
     layers: Mapping[tuple[str, str], set[int]]
+    """(path before the layer's number, path after it) -> layers."""
 
     @classmethod
     def of(cls, modules: Iterable[tuple[str, Place]]) -> _Seen:
-        paths: dict[str, str] = {}
+        paths: list[str] = []
         layers: dict[tuple[str, str], set[int]] = {}
         leaves: dict[tuple[str, str], str] = {}
         for path, place in modules:
             leaf = ".".join(place.leaf)
             head = path[: -len(f".{place.layer}.{leaf}")]
-            kind = head, leaf_name(leaf)
-            paths.setdefault(f"{head}.{kind[1]}", path)
-            layers.setdefault((head, leaves.setdefault(kind, leaf)), set()).add(place.layer)
-        return cls(list(paths.values()), layers)
+            paths.append(path)
+            leaf = leaves.setdefault((head, leaf_name(leaf)), leaf)
+            layers.setdefault((head, leaf), set()).add(place.layer)
+        return cls(paths, layers)
 
 
 def _never(_path: str) -> bool:
