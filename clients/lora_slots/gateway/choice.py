@@ -46,6 +46,7 @@ class Choice:
         ended = False
         if self._end_ids and not self._end_ids.isdisjoint(tokens):
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._end_ids)]
+            log_probs = log_probs[: len(tokens)]
             ended = True
         self.num_tokens += len(tokens)
         text = self._decode(tokens, log_probs) if self._wants_log_probs else self._decoder.push(tokens)

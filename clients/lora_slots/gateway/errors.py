@@ -67,13 +67,13 @@ def limited(message: str, code: str, retry_after_s: float | None) -> ApiError:
     if retry_after_s is None:
         headers = {"x-should-retry": "false"}
     else:
-        headers = {"retry-after": str(max(1, round(retry_after_s + 0.5)))}
+        headers = {"retry-after": str(int(max(0.0, retry_after_s)) + 1)}
     return ApiError(429, message, kind="rate_limit_error", code=code, headers=headers)
 
 
 def unavailable(message: str, code: str, retry_after_s: float = _UNAVAILABLE_RETRY_S) -> ApiError:
     """Not now; the same request may work in a while."""
-    headers = {"retry-after": str(max(1, round(retry_after_s + 0.5)))}
+    headers = {"retry-after": str(int(max(0.0, retry_after_s)) + 1)}
     return ApiError(503, message, kind="server_error", code=code, headers=headers)
 
 

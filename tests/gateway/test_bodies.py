@@ -1,0 +1,213 @@
+"""From a body to a job, without a server: nothing is passed over, and every refusal names its field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_slots.base_model import make_tiny_llama
+from lora_slots.errors import ServerError
+from lora_slots.gateway.bodies import ChatBody, CompletionBody, read_body
+from lora_slots.gateway.errors import ApiError, from_engine, from_lease, without_paths
+from lora_slots.gateway.jobs import EngineFacts, Job, chat_job, chat_text, completion_job
+from lora_slots.text import Tokenizer
+
+FACTS = EngineFacts(context=100, max_prompt=90, vocab_size=256)
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A byte-level tokenizer with a chat template."""
+    return Tokenizer(make_tiny_llama(tmp_path_factory.mktemp("tiny"), seed=1))
+
+
+def chat(tokenizer: Tokenizer, **more: Any) -> Job:
+    """The job of a conversation."""
+    body = read_body(ChatBody, json.dumps({**CHAT, **more}).encode())
+    return chat_job(body, tokenizer.encode(chat_text(body, tokenizer), add_special_tokens=False), tokenizer, FACTS, 7)
+
+
+def refused(kind: type[ChatBody | CompletionBody], **fields: Any) -> ApiError:
+    """The refusal of a body."""
+    with pytest.raises(ApiError) as error:
+        read_body(kind, json.dumps(fields).encode())
+    return error.value
+
+
+@given(field=st.sampled_from(sorted(ChatBody.model_fields)), value=JSON)
+def test_any_value_of_any_field_is_taken_or_refused_by_its_name(field: str, value: Any) -> None:
+    """There is no third way: nothing but ApiError comes out, and it names the field."""
+    try:
+        read_body(ChatBody, json.dumps({**CHAT, field: value}).encode("utf-8", "surrogatepass"))
+    except ApiError as error:
+        assert error.status == 400
+        assert error.code == "invalid_json" or str(error.param).startswith(field)
+
+
+@given(raw=st.binary(max_size=200))
+def test_junk_is_refused(raw: bytes) -> None:
+    """Whatever the bytes are."""
+    with pytest.raises(ApiError):
+        read_body(CompletionBody, raw)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    """And the first one is `param`."""
+    error = refused(ChatBody, model="m", messages=[], temperature="hot", nn=3)
+    assert error.param == "temperature"
+    assert all(
+        word in str(error) for word in ("temperature: must be a number", "messages: needs", "'nn', did you mean 'n'")
+    )
+
+
+@pytest.mark.parametrize("field", ["tools", "functions", "response_format", "audio", "store", "reasoning_effort"])
+def test_what_cannot_be_honoured_is_refused_and_its_neutral_value_taken(field: str) -> None:
+    """`null` always, and what stands for 'as you do anyway'."""
+    assert refused(ChatBody, **CHAT, **{field: "something"}).code == "unsupported_parameter"
+    read_body(ChatBody, json.dumps({**CHAT, field: None}).encode())
+    neutral = {
+        "tools": [],
+        "functions": [],
+        "response_format": {"type": "text"},
+        "store": False,
+        "reasoning_effort": "none",
+    }
+    read_body(ChatBody, json.dumps({**CHAT, field: neutral.get(field)}).encode())
+
+
+def test_sampling_fields_become_the_engines(tokenizer: Tokenizer) -> None:
+    """OpenAI's defaults draw; temperature 0 or top_p 0 is greedy; a seed is any 64 bits."""
+    drawn = chat(tokenizer).values
+    assert (drawn["temperature"], drawn["runtime_top_p"], drawn["seed"]) == (1.0, 1.0, 7)
+    assert "runtime_top_k" not in drawn
+    for greedy in ({"temperature": 0}, {"top_p": 0}, {"temperature": 1e-9}):
+        values = chat(tokenizer, **greedy).values
+        assert values["runtime_top_k"] == 1
+        assert not {"temperature", "runtime_top_p", "seed"} & set(values)
+    assert chat(tokenizer, seed=-1).values["seed"] == 2**64 - 1
+    assert chat(tokenizer, top_k=5, repetition_penalty=1.2).values["runtime_top_k"] == 5
+    penalties = chat(tokenizer, presence_penalty=-1, frequency_penalty=0.5).values
+    assert (penalties["presence_penalty"], penalties["frequency_penalty"]) == (-1, 0.5)
+
+
+def test_lengths(tokenizer: Tokenizer) -> None:
+    """A chat without max_tokens may fill the context; what does not fit is refused with every length."""
+    prompt = chat(tokenizer).prompt_tokens
+    assert chat(tokenizer).max_tokens == FACTS.context - prompt
+    assert chat(tokenizer, max_tokens=5).values["request_output_len"] == 5
+    with pytest.raises(ApiError) as error:
+        chat(tokenizer, max_tokens=FACTS.context - prompt + 1)
+    assert all(str(number) in str(error.value) for number in (prompt, FACTS.context - prompt + 1, FACTS.context))
+    with pytest.raises(ApiError) as error:
+        chat(tokenizer, messages=[{"role": "user", "content": "x" * 100}])
+    assert error.value.code == "context_length_exceeded"
+    with pytest.raises(ApiError) as error:
+        chat(tokenizer, max_tokens=3, min_tokens=4)
+    assert error.value.param == "min_tokens"
+
+
+def test_ends_biases_and_sequences(tokenizer: Tokenizer) -> None:
+    """The engine's end id, the others as stop words of one token, a dense bias, n sequences."""
+    end, *others = tokenizer.eos_ids
+    job = chat(tokenizer, logit_bias={"5": -3, "7": 100}, n=4, stop="x")
+    assert job.values["end_id"] == end
+    assert ("stop_words_list" in job.arrays) == bool(others)
+    bias = job.arrays["embedding_bias"]
+    assert (bias.shape, str(bias.dtype), bias[0, 5], bias[0, 7], np.count_nonzero(bias)) == (
+        (1, 256),
+        "float32",
+        -3,
+        100,
+        2,
+    )
+    assert (job.values["num_return_sequences"], job.stops) == (4, ("x",))
+    assert "end_id" not in chat(tokenizer, ignore_eos=True).values
+    with pytest.raises(ApiError) as error:
+        chat(tokenizer, logit_bias={"256": 1})
+    assert error.value.param == "logit_bias"
+
+
+class TwoEnds(Tokenizer):
+    """A tokenizer whose model has two end tokens, as Llama 3 has."""
+
+    eos_ids = (2, 1)
+
+
+def test_a_second_end_token_is_a_stop_word(tmp_path: Path) -> None:
+    """In TensorRT-LLM's form: ids above, ends below."""
+    job = chat(TwoEnds(make_tiny_llama(tmp_path, seed=1)))
+    assert job.arrays["stop_words_list"].tolist() == [[[1], [1]]]
+    assert job.end_ids == {1}
+
+
+def test_prompts_of_completions(tokenizer: Tokenizer) -> None:
+    """Texts and ids, one and many; an unknown id and an empty prompt are refused with their place."""
+
+    def job(prompt: Any, **more: Any) -> Job:
+        body = read_body(CompletionBody, json.dumps({"model": "m", "prompt": prompt, **more}).encode())
+        ids = [tokenizer.encode(one) if isinstance(one, str) else one for one in body.prompt]
+        return completion_job(body, ids, tokenizer, FACTS, 7)
+
+    assert job("ab").prompts == job(["ab"]).prompts
+    assert job([3, 4]).prompts == ((3, 4),)
+    assert job([[3], [4, 5]]).prompts == ((3,), (4, 5))
+    assert job("ab").max_tokens == 16
+    for prompt, param in (([[3], [256]], "prompt[1]"), ("", "prompt"), (["a", ""], "prompt[1]")):
+        with pytest.raises(ApiError) as error:
+            job(prompt)
+        assert error.value.param == param
+    wrong: Any
+    for wrong in ([], [[]], [1, "a"], [-1], [True], {}, None):
+        assert refused(CompletionBody, model="m", prompt=wrong).param == "prompt"
+    with pytest.raises(ApiError, match="best_of"):
+        job("a", best_of=3)
+    with pytest.raises(ApiError, match="echo"):
+        job("a", echo=True, logprobs=0)
+    assert job([[40, 41]], echo=True).echoes == (tokenizer.decode([40, 41]),)
+
+
+def test_a_template_that_refuses_is_told(tmp_path: Path) -> None:
+    """Its own words, and no path."""
+    base = make_tiny_llama(tmp_path, seed=1)
+    (base / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ApiError, match="roles must alternate") as error:
+        chat(Tokenizer(base))
+    assert str(tmp_path) not in str(error.value)
+    assert error.value.param == "messages"
+
+
+def test_no_path_of_the_server_reaches_a_client() -> None:
+    """Paths and URLs go; fractions, dates and words with a slash stay."""
+    for path in ("/var/lib/slots/bundles/5f0c", "s3://bucket/prefix", "/opt/x/"):
+        told = from_lease(ServerError(f"pirate: cannot read {path}: broken", code="UNAVAILABLE"), "pirate")
+        assert path not in str(told)
+        assert "broken" in str(told)
+    assert without_paths("1/2 tokens/s and/or") == "1/2 tokens/s and/or"
+
+
+def test_what_the_engine_says_becomes_a_status() -> None:
+    """Too long is the client's fault, a full queue passes, all else is the server's and tells nothing."""
+    text = "Executor failed process requestId 3 … Prompt length (70) exceeds maximum input length (63)."
+    assert (
+        from_engine(ServerError(text, code="INTERNAL")).status,
+        "70" in str(from_engine(ServerError(text, code="INTERNAL"))),
+    ) == (400, True)
+    assert from_engine(ServerError("Maximum queue size of 5 has been reached", code="INTERNAL")).status == 503
+    broken = from_engine(ServerError("Assertion failed (/src/cpp/x.cpp:12)", code="INTERNAL"))
+    assert (broken.status, "cpp" in str(broken)) == (500, False)
+    assert from_engine(ServerError("no connection", code="UNAVAILABLE")).status == 503
+    ready = from_lease(ServerError("cold; ready in about 3.2 s", code="UNAVAILABLE"), "m")
+    assert (ready.status, int(ready.headers["retry-after"]) >= 3) == (503, True)
+    assert from_lease(ServerError("rank 128 does not fit", code="INVALID_ARGUMENT"), "m").status == 422

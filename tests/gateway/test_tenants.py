@@ -1,0 +1,303 @@
+"""Tenants without a server: the file, keys, who may use what, and limits at given times."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapter_slots.registry_entries import Alias, Content, Entry
+from lora_slots.gateway.errors import ApiError
+from lora_slots.gateway.keys import add_key, add_tenant, remove_tenant, revoke_key
+from lora_slots.gateway.limits import TenantLimits, seconds_until
+from lora_slots.gateway.names import allowed, model_object, resolve, unknown
+from lora_slots.gateway.tenants import Limits, Tenant, TenantsError, TenantsSource, read_tenants
+
+NO_LIMITS: dict[str, int | None] = {}
+ONE_KEY = "{{id: abcdefgh, sha256: {}}}"
+
+
+def test_a_key_opens_its_tenant_and_is_nowhere_in_the_file(tmp_path: Path) -> None:
+    """Nor does a key with another secret, another id, or of no form at all."""
+    file = tmp_path / "tenants.yaml"
+    key = add_tenant(file, "acme", ["pirate"], True, {"concurrent": 2})
+    source = TenantsSource(file)
+    caller = source.current().caller(key)
+    assert caller is not None
+    assert caller.tenant is not None
+    assert (caller.tenant.name, caller.tenant.adapters, caller.tenant.limits.concurrent) == ("acme", ("pirate",), 2)
+    assert key not in file.read_text()
+    assert key.rpartition("-")[2] not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+    last = "A" if key[-1] != "A" else "B"
+    for wrong in (key[:-1] + last, key[:3] + "00000000" + key[11:], "", "ls-", key + "x", f"{key}\n"):
+        assert source.current().caller(wrong) is None
+    assert not source.current().is_admin(key)
+
+
+def test_keys_are_replaced_without_a_gap_and_at_once(tmp_path: Path) -> None:
+    """The file is looked at on every request: a new key works, a revoked one does not, nobody restarts anything."""
+    file = tmp_path / "tenants.yaml"
+    first = add_tenant(file, "acme", [], True, NO_LIMITS)
+    source = TenantsSource(file)
+    second, admin = add_key(file, "acme"), add_key(file, None)
+    assert source.current().caller(first) is not None
+    assert source.current().caller(second) is not None
+    assert source.current().is_admin(admin)
+    assert source.current().caller(admin) is None
+    revoke_key(file, first[3:11])
+    assert source.current().caller(first) is None
+    assert source.current().caller(second) is not None
+    remove_tenant(file, "acme")
+    assert source.current().caller(second) is None
+
+
+def test_changes_from_many_processes_lose_nothing(tmp_path: Path) -> None:
+    """Each is one read, change and write under a lock."""
+    file = tmp_path / "tenants.yaml"
+    writers = [threading.Thread(target=add_tenant, args=(file, f"t{i}", [], True, NO_LIMITS)) for i in range(12)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert set(read_tenants(file).tenants) == {f"t{i}" for i in range(12)}
+
+
+def test_mistakes_are_refused_with_words(tmp_path: Path) -> None:
+    """A name twice, one that is none, an unknown key; the file stays as it was."""
+    file = tmp_path / "tenants.yaml"
+    add_tenant(file, "acme", [], True, NO_LIMITS)
+    before = file.read_bytes()
+    for mistake, words in (
+        (lambda: add_tenant(file, "acme", [], True, NO_LIMITS), "already"),
+        (lambda: add_tenant(file, "no way", [], True, NO_LIMITS), "tenants"),
+        (lambda: add_tenant(file, "b", [], True, {"concurrent": 0}), "concurrent"),
+        (lambda: add_key(file, "nobody"), "there are: acme"),
+        (lambda: revoke_key(file, "00000000"), "no key"),
+        (lambda: remove_tenant(file, "nobody"), "no tenant"),
+    ):
+        with pytest.raises(TenantsError, match=words):
+            mistake()
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("schema: 2", "schema"),
+        ("{", "not YAML"),
+        ("schema: 1\ntenants: {a: {adapter: []}}", "adapter"),
+        ("schema: 1\ntenants: {a: {limits: {concurrent: many}}}", "concurrent"),
+        ("schema: 1\ntenants: {a: {keys: [{id: abcdefgh, sha256: short}]}}", "sha256"),
+        (f"schema: 1\nadmin: {{keys: [{ONE_KEY.format('a' * 64)}, {ONE_KEY.format('b' * 64)}]}}", "twice"),
+        ("[]", "the file"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_told_and_the_last_good_one_stays(tmp_path: Path, text: str, words: str) -> None:
+    """A gateway does not start with it, and one that runs keeps its tenants."""
+    file = tmp_path / "tenants.yaml"
+    key = add_tenant(file, "acme", [], True, NO_LIMITS)
+    source = TenantsSource(file)
+    file.write_text(text)
+    with pytest.raises(TenantsError, match=words):
+        TenantsSource(file)
+    assert source.current().caller(key) is not None
+    assert source.problem is not None
+    file.unlink()
+    assert source.current().caller(key) is not None
+
+
+# who may use what ---------------------------------------------------------------------------------------------------
+
+
+def entry(name: str, tenants: frozenset[str] | None = None, version: int = 1) -> Entry:
+    """An adapter of a registry."""
+    return Entry(name, version, f"{name}{version}", "path", tenants=tenants)
+
+
+def content(*entries: Entry, **aliases: dict[str, float]) -> Content:
+    """A registry."""
+    versions: dict[str, dict[int, Entry]] = {}
+    for one in entries:
+        versions.setdefault(one.name, {})[one.version] = one
+    current = {name: found[max(found)] for name, found in versions.items()}
+    return Content(versions, current, {name: Alias(name, targets) for name, targets in aliases.items()})
+
+
+REGISTRY = content(
+    entry("pirate"), entry("pirate", version=2), entry("acme-mail"), entry("acme-chat"), entry("bolt-mail"),
+    entry("vault", frozenset({"bolt"})), prod={"pirate@1": 50.0, "pirate@2": 50.0}, door={"vault": 100.0},
+)  # fmt: skip
+ACME = Tenant("acme", ("acme-*", "pirate", "vault", "door"))
+BOLT = Tenant("bolt", ("bolt-mail", "door"), base=False)
+
+
+def found(model: str, tenant: Tenant | None) -> str | None:
+    """What a name leads to: a reference, "base", or nothing."""
+    target = resolve(REGISTRY, "llama", model, tenant, key=None, draw=0.0)
+    return None if target is None else target.entry.ref if target.entry else "base"
+
+
+def test_a_tenant_reaches_what_both_lists_allow() -> None:
+    """Patterns and names, of adapters and aliases; the registry's own list of an adapter's tenants; the base."""
+    assert found("acme-mail", ACME) == "acme-mail@1"
+    assert found("pirate@1", ACME) == "pirate@1"
+    assert found("llama:pirate", ACME) == "pirate@2"
+    assert found("bolt-mail", ACME) is None
+    assert found("prod", ACME) is None, "an alias is a name of its own"
+    assert found("vault", ACME) is None, "the registry does not name acme"
+    assert found("door", ACME) is None, "an alias opens nothing that its adapter keeps closed"
+    assert found("door", BOLT) == "vault@1"
+    assert found("llama", ACME) == found("base", ACME) == "base"
+    assert found("llama", BOLT) is None
+    assert found("vault", None) is None, "nobody is known to be a tenant"
+    assert found("prod", None) == "pirate@1"
+
+
+@given(model=st.text(max_size=20) | st.sampled_from(["bolt-mail", "bolt-mail@1", "vault", "door", "prod", "bolt-mai"]))
+def test_what_is_not_allowed_is_as_unknown_as_what_never_was(model: str) -> None:
+    """Word for word the same 404 as for a registry that has nothing but what the tenant may use."""
+    mine = content(entry("pirate"), entry("pirate", version=2), entry("acme-mail"), entry("acme-chat"))
+    target = resolve(REGISTRY, "llama", model, ACME, key=None, draw=0.0)
+    alone = resolve(mine, "llama", model, ACME, key=None, draw=0.0)
+    assert (target is None) == (alone is None)
+    seen = unknown(model, allowed(REGISTRY, "llama", ACME)).body()
+    assert seen == unknown(model, allowed(mine, "llama", ACME)).body()
+    assert b"bolt" not in seen.replace(model.encode(), b"")
+
+
+def test_near_names_are_told() -> None:
+    """Of a few and of thousands."""
+    assert "pirate" in str(unknown("pirat", allowed(REGISTRY, "llama", ACME)))
+    many = sorted(f"adapter-{i:05}" for i in range(10_000))
+    error = unknown("adapter-0500", many)
+    assert (error.status, error.code, error.param) == (404, "model_not_found", "model")
+    assert "near names: adapter-050" in str(error)
+    assert len(str(unknown("x" * 5000, many))) < 300
+
+
+def test_model_objects_say_what_they_lead_to() -> None:
+    """`root` of an adapter is its version, of an alias its heaviest target's."""
+    base, adapter = (model_object(REGISTRY, "llama", name, 5) for name in ("llama", "pirate"))
+    assert (base["root"], base["parent"]) == ("llama", None)
+    assert (adapter["root"], adapter["parent"], adapter["created"]) == ("pirate@2", "llama", 5)
+    assert model_object(REGISTRY, "llama", "prod", 5)["root"] == "pirate@2"
+
+
+# limits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the clock that the library reads, to seconds of a whole minute."""
+
+    def set_clock(seconds: float) -> None:
+        monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0 + seconds)
+
+    set_clock(0)
+    return set_clock
+
+
+def limited(call: Callable[[], object]) -> ApiError:
+    """The 429 of a call."""
+    with pytest.raises(ApiError) as error:
+        call()
+    assert error.value.status == 429
+    return error.value
+
+
+def test_requests_in_a_moving_minute(at: Callable[[float], None]) -> None:
+    """The third of two has to wait until the first is a minute old; others are not touched."""
+    limits, tenant = TenantLimits(), Tenant("a", limits=Limits(requests_per_minute=2))
+    limits.request(tenant)
+    at(20)
+    limits.request(tenant)
+    at(30)
+    error = limited(lambda: limits.request(tenant))
+    assert (error.code, error.headers["retry-after"]) == ("requests_exceeded", "31")
+    limits.request(Tenant("b", limits=Limits(requests_per_minute=2)))
+    at(61)
+    limits.request(tenant)
+    limited(lambda: limits.request(tenant))
+
+
+def test_tokens_are_charged_before_and_after(at: Callable[[float], None]) -> None:
+    """An answer may overdraw; what is overdrawn is missing from the next minute; the wait that is told is enough."""
+    limits, tenant = TenantLimits(), Tenant("a", limits=Limits(tokens_per_minute=100))
+    limits.prompt(tenant, 60)
+    limits.answer(tenant, 90)
+    error = limited(lambda: limits.prompt(tenant, 10))
+    assert error.code == "tokens_exceeded"
+    wait_s = int(error.headers["retry-after"])
+    at(59)
+    limited(lambda: limits.prompt(tenant, 10))
+    at(wait_s - 2)
+    limited(lambda: limits.prompt(tenant, 10))
+    at(wait_s)
+    limits.prompt(tenant, 10)
+
+
+def test_a_prompt_beyond_the_limit_can_never_pass(at: Callable[[float], None]) -> None:
+    """So that OpenAI's client does not try again."""
+    tenant = Tenant("a", limits=Limits(tokens_per_minute=100))
+    error = limited(lambda: TenantLimits().prompt(tenant, 101))
+    assert error.headers == {"x-should-retry": "false"}
+    assert "101" in str(error)
+
+
+@given(
+    previous=st.integers(0, 500), elapsed=st.integers(0, 59), current=st.integers(0, 500), allowed_=st.integers(0, 100)
+)
+def test_the_wait_of_a_sliding_counter(previous: int, elapsed: int, current: int, allowed_: int) -> None:
+    """When it is over the weighted count has come down to what is allowed, and a second before it had not."""
+    wait_s = seconds_until(previous, 60 - elapsed if previous else 0, current, 60 - elapsed, allowed_)
+
+    def count(after: float) -> float:
+        place = elapsed + after
+        return previous * (60 - place) / 60 + current if place < 60 else current * max(0, 120 - place) / 60
+
+    assert count(wait_s) <= allowed_ + 1e-6
+    if wait_s > 1:
+        assert count(wait_s - 1) > allowed_ - 1e-6
+
+
+def test_requests_at_once() -> None:
+    """One more than allowed is refused; when one ends there is room, however it ended."""
+    limits, tenant = TenantLimits(), Tenant("a", limits=Limits(concurrent=1))
+    with pytest.raises(ZeroDivisionError), limits.running(tenant):
+        assert limited(lambda: limits.running(tenant).__enter__()).code == "concurrency_exceeded"
+        raise ZeroDivisionError
+    with limits.running(tenant):
+        pass
+
+
+def test_cold_loads_count_adapters_not_requests() -> None:
+    """Many that wait for one adapter are one load."""
+    limits, tenant = TenantLimits(), Tenant("a", limits=Limits(cold_loads=1))
+    with limits.loading(tenant, "one"):
+        assert limits.may_load(tenant, "one")
+        assert not limits.may_load(tenant, "two")
+        with limits.loading(tenant, "one"):
+            pass
+        assert not limits.may_load(tenant, "two")
+        assert limits.may_load(Tenant("b", limits=Limits(cold_loads=1)), "two")
+    assert limits.may_load(tenant, "two")
+    assert not limits.may_load(Tenant("none", limits=Limits(cold_loads=0)), "one")
+
+
+def test_the_files_form_is_the_one_in_the_docs(tmp_path: Path) -> None:
+    """The example at the top of tenants.py is a good file."""
+    import lora_slots.gateway.tenants as module
+
+    text = str(module.__doc__).partition("\nschema")[2].partition("\n\n")[0]
+    text = "schema" + text.replace("9f86…", "a" * 64).replace("60303a…", "b" * 64).replace("created: …", "created: x")
+    (tmp_path / "tenants.yaml").write_text(text)
+    parsed = read_tenants(tmp_path / "tenants.yaml")
+    assert parsed.tenants["acme"].limits.cold_loads == 2
+    assert yaml.safe_load(text)["admin"]["keys"][0]["id"] == "k3v9qd2m"
