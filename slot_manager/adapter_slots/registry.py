@@ -71,6 +71,8 @@ class Registry:
         self._base_model = base_model
         self._refresh_s = refresh_s
         self._stamp: Stamp | None = None
+        self._broken: str | None = None
+        """Why the text with that stamp is not in use."""
         self._good = _Good(Content(), Terms())
         self._reading = threading.Lock()
         self.refresh()
@@ -110,20 +112,21 @@ class Registry:
     def refresh(self) -> bool:
         """Re-read if it changed; True if the adapters may have changed. Never raises: see `problem`. Blocks on I/O."""
         with self._reading:
-            known, self._stamp = (
-                self._stamp,
-                None,
-            )  # what cannot be read is looked at again, even if it comes back unchanged
             try:
-                reading = self.home.read(known)
-                self._stamp = reading.stamp if reading is not None else known
-                if reading is None:
-                    return False
-                good = self._parsed(reading.text)
+                reading = self.home.read(self._stamp)
             except RegistryError as error:
                 self.problem = str(error)
                 return False
-            self._good, self.problem = good, None
+            if reading is None:
+                self.problem = self._broken
+                return False
+            self._stamp = reading.stamp
+            try:
+                good = self._parsed(reading.text)
+            except RegistryError as error:
+                self.problem = self._broken = str(error)
+                return False
+            self._good, self.problem, self._broken = good, None, None
             return True
 
     def resolve(self, name: str, key: str | None = None, draw: float | None = None) -> Entry:

@@ -90,6 +90,7 @@ class FileHome:
         self.name = str(file)
         self.folder: Path | None = file.parent
         self.history = file.with_name(f"{file.stem}.history.jsonl")
+        self._prefix = f".{file.name}-"
 
     def read(self, known: Stamp | None = None) -> Reading | None:
         """As `Home.read`."""
@@ -112,13 +113,16 @@ class FileHome:
         except OSError as error:
             raise RegistryError(f"{self.history}: cannot be locked: {error.strerror}") from None
         try:
+            for left in self.file.parent.iterdir():
+                if left.name.startswith(self._prefix):  # by a writer that was killed: nobody else writes now
+                    left.unlink(missing_ok=True)
             yield
         finally:
             os.close(descriptor)
 
     def write(self, text: str, known: Stamp | None) -> str | None:
-        """As `Home.write`; the file keeps its mode."""
-        file = Path(os.path.realpath(self.file))  # a link stays a link
+        """As `Home.write`; the file keeps its mode, a link stays a link."""
+        file = Path(os.path.realpath(self.file))
         temporary: Path | None = None
         try:
             mode, found = 0o644, None
@@ -127,7 +131,7 @@ class FileHome:
                 mode, found = stat.st_mode & 0o777, _stamp(stat)
             if found != known:  # an editor does not ask for the lock
                 raise RegistryMoved(f"{self.name}: it was changed meanwhile")
-            with tempfile.NamedTemporaryFile("wb", dir=file.parent, prefix=f".{file.name}-", delete=False) as out:
+            with tempfile.NamedTemporaryFile("wb", dir=file.parent, prefix=self._prefix, delete=False) as out:
                 temporary = Path(out.name)
                 out.write(text.encode())
                 out.flush()
@@ -146,7 +150,11 @@ class FileHome:
     def note(self, line: str, at: str) -> None:  # noqa: ARG002 - lines are in order here
         """As `Home.note`."""
         try:
-            with self.history.open("ab") as out:
+            with self.history.open("a+b") as out:
+                if out.tell():
+                    out.seek(-1, os.SEEK_END)
+                    whole = out.read(1) == b"\n"  # else a writer died within its line
+                    out.write(b"" if whole else b"\n")
                 out.write(line.encode() + b"\n")
                 out.flush()
                 os.fsync(out.fileno())

@@ -3,7 +3,8 @@
 A store that ignores conditions would let two writers overwrite each other. So the first write of an update asks for
 something impossible (that no object is there); a store that refuses it keeps conditions, and the real write follows.
 One that takes it has stored the change without a condition, as is done with one that answers "not implemented". That is
-the fallback, and is told as a warning: a change that somebody makes between our reading and our writing is lost.
+the fallback, and is told as a warning: a change that somebody makes between our reading and our writing is lost. (An
+object that was deleted since it was read looks the same: it is written anew.)
 
 The history is one object for each change, below `<key without .yaml>.history/`: an object store cannot append.
 boto3's own retries and time-outs are used here: these are small requests, and nobody waits for them but an operator or

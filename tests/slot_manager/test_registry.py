@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_everything_a_file_may_say(full: Path) -> None:
     registry = Registry(full)
     ant, bee = registry.entries["ant"], registry.entries["bee"]
     assert (ant.version, ant.digest, ant.path, ant.is_remote) == (2, "d2", "s3://models/d2", True)
-    assert (ant.pool, ant.pinned, ant.cold, ant.tenants) == ("gold", True, "fail", {"acme", "globex"})
+    assert (ant.pool, ant.pinned, ant.cold, ant.tenants) == ("gold", True, "fail", frozenset({"acme", "globex"}))
     assert (ant.base_model, ant.rank, ant.target_modules) == ("meta/llama@abc", 16, ("q_proj", "v_proj"))
     assert (ant.created, ant.signature) == ("2026-12-01T08:00:00+00:00", "ed25519:k:s")
     assert (bee.tenants, bee.pinned, bee.cold, bee.path) == (None, False, None, "/data/d7")
@@ -245,7 +245,27 @@ def as_json(data: Any) -> Any:
 
 
 WHOLE: dict[str, Any] = as_json(Document(FULL).data)
-VALUES = (None, True, False, -1, 0, 1, 2, 0.5, 100, 101, "", "x", "ant", "a!", [], ["x"], [""], [3], {})
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    0.5,
+    100,
+    101,
+    "",
+    "x",
+    "ant",
+    "a!",
+    [],
+    ["x"],
+    [""],
+    [3],
+    {},
+)
 BEYOND = (
     "there twice", "there is no version", "there is no adapter", "has no version", "sum to", "there is no pool",
     "name 'trusted_keys'", "is an adapter too", "reads as version",
@@ -262,26 +282,33 @@ def places(data: Any, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 NAMES = ("base", "x..y", "new", "é", "a" * 129, "n@3", "")
 
 
-def changed(place: tuple[Any, ...], change: Callable[[Any, Any], object]) -> Any:
-    """The full file after `change` was called with what holds a value, and its key."""
+def holder(place: tuple[Any, ...]) -> tuple[Any, Any]:
+    """A fresh copy of the full file, and in it what holds a value."""
     document = copy.deepcopy(WHOLE)
     parent = document
     for step in place[:-1]:
         parent = parent[step]
-    change(parent, place[-1])
-    return document
+    return document, parent
 
 
 def variants() -> Iterator[Any]:
     """The full file with one thing in it changed: another value, no value, another name, one more."""
     for place in filter(None, places(WHOLE)):
-        yield changed(place, lambda parent, key: parent.__delitem__(key))
+        key = place[-1]
+        document, parent = holder(place)
+        del parent[key]
+        yield document
         for value in VALUES:
-            yield changed(place, lambda parent, key, value=value: parent.__setitem__(key, copy.deepcopy(value)))
-        if isinstance(place[-1], str):
-            for name in NAMES:
-                yield changed(place, lambda parent, key, name=name: parent.__setitem__(name, parent.pop(key)))
-                yield changed(place, lambda parent, _, name=name: parent.__setitem__(name, 1))
+            document, parent = holder(place)
+            parent[key] = copy.deepcopy(value)
+            yield document
+        for name in NAMES if isinstance(key, str) else ():
+            document, parent = holder(place)
+            parent[name] = parent.pop(key)
+            yield document
+            document, parent = holder(place)
+            parent[name] = 1
+            yield document
 
 
 def test_rules_and_schema_agree() -> None:
