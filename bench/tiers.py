@@ -140,7 +140,9 @@ def to_host(bundle: Bundle, runs: int) -> None:
     files = [bundle.path / name for name in bundle.manifest["files"]]
 
     def ours() -> None:
-        host.forget_name(host.load(bundle, f"lora-slots-bench-{os.getpid()}").name)
+        name = f"{host.PREFIX}bench-{os.getpid()}"
+        with host.load(bundle, name).file:
+            host.forget_name(name)
 
     def raw() -> None:
         for file in files:

@@ -30,7 +30,7 @@ from adapter_slots.errors import (
     TierError,
 )
 from adapter_slots.events import Facts, Promoted, PromoteFailed, Tier, Touched
-from adapter_slots.host import Region
+from adapter_slots.host import Loaded, Region
 from adapter_slots.ports import Engine
 from adapter_slots.registry import Entry
 from adapter_slots.store import ADAPTER_CONFIG, Stores, Transfer
@@ -64,6 +64,8 @@ class Mover:
         self._regions: dict[str, Region] = {}
         self._refused: dict[str, NotAdmitted] = {}
         self._count = 0
+        if left := host.sweep():
+            log.warning("shared memory that a killed process left was removed", regions=left)
 
     def know(self, entry: Entry) -> Facts | None:
         """Take an entry in; its facts if its bundle is on this machine already.
@@ -143,18 +145,19 @@ class Mover:
         if not bundle.path.is_dir():
             raise BundleGone(f"{entry.name}: its bundle left the disk")
         self._count += 1
-        name = f"lora-slots-{os.getpid()}-{self._count}-{digest[:12]}"
+        name = f"{host.PREFIX}{os.getpid()}-{self._count}-{digest[:12]}"
         over = threading.Event()
         try:
             async with asyncio.timeout(self._limits.to_host_s):
-                region = await asyncio.to_thread(self._load, digest, bundle, name, over)
-                await self._engine.register(region)
+                loaded = await asyncio.to_thread(self._load, digest, bundle, name, over)
+                with loaded.file:
+                    await self._engine.register(loaded.region)
         except TimeoutError:
             raise TierError(f"{entry.name}: not in shared memory within {self._limits.to_host_s} s") from None
         finally:
             over.set()
             host.forget_name(name)
-        self._regions[digest] = region
+        self._regions[digest] = loaded.region
 
     async def to_slot(self, digest: str) -> None:
         """HOST -> SLOT: bind. Raises TierError."""
@@ -186,10 +189,11 @@ class Mover:
         self._bundles[entry.digest] = bundle
         return Facts(bundle.task_id, self._disk.pages(bundle), host.region_bytes(bundle))
 
-    def _load(self, digest: str, bundle: Bundle, name: str, over: threading.Event) -> Region:
+    def _load(self, digest: str, bundle: Bundle, name: str, over: threading.Event) -> Loaded:
         with self._disk.in_use(digest):
             self._disk.verify(bundle)
-            region = host.load(bundle, name)
+            loaded = host.load(bundle, name)
         if over.is_set():  # nobody waits any more: a thread outlives the move that was given up
+            loaded.file.close()
             host.forget_name(name)
-        return region
+        return loaded

@@ -115,8 +115,8 @@ def leftovers() -> set[str]:
             found.add(f"server {pid}")
         if words[0].endswith("triton_python_backend_stub") and parent_of(pid) not in servers:
             found.add(f"stub {pid}")
-    for path in Path("/dev/shm").glob("lora-slots-*"):  # noqa: S108
-        owner = path.name.removeprefix("lora-slots-").split("-")[0]
+    for path in [*Path("/dev/shm").glob("lora-slots-*"), *Path("/dev/shm").glob("lora-host-*")]:  # noqa: S108
+        owner = path.name.split("-")[2]
         if f"lora-slots-{owner}" not in ids and not (owner.isdigit() and int(owner) in commands):
             found.add(f"shm {path.name}")
     return found

@@ -26,6 +26,7 @@ from adapter_slots.errors import (
     UnknownAdapter,
 )
 from adapter_slots.events import Grant, Tier
+from adapter_slots.host import PREFIX, SHM
 from adapter_slots.machine import SlotMachine
 from adapter_slots.manager import Owner, SlotManager
 from adapter_slots.mover import Limits, Mover
@@ -94,7 +95,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made.manager.close()
     assert made.engine.closed
     assert not made.engine.registered
-    assert not list(Path("/dev/shm").glob(f"lora-slots-{os.getpid()}-*"))  # noqa: S108
+    assert not list(SHM.glob(f"{PREFIX}{os.getpid()}-*"))
 
 
 def test_a_resident_adapter_is_granted_before_acquire_returns(desk: Desk) -> None:
