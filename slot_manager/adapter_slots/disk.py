@@ -32,9 +32,6 @@ DEFAULT_MAX_BYTES = 64 * 2**30
 class DiskTier:
     """The bundles of one engine. Without a `root` only those in place. Safe to use from many threads.
 
-    `on_evict` is told the digest (and, of a raw adapter, the source digest) of each bundle that made room for another
-    or was quarantined; from any thread, no lock held.
-
     Raises:
         DiskFailed: another process uses `root`, or it cannot be made or read.
     """
@@ -46,16 +43,14 @@ class DiskTier:
         *,
         max_bytes: int = DEFAULT_MAX_BYTES,
         converter: Converter | None = None,
-        on_evict: Callable[[str], None] | None = None,
     ) -> None:
         self.geometry = geometry
         self._converter = converter
-        self._told = on_evict or (lambda _: None)
         self._verified: set[str] = set()
         self._became: dict[str, str] = {}
         self._gates: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         self._lock = threading.Lock()
-        self._space = DiskSpace(root, max_bytes, self._evicted) if root is not None else None
+        self._space = DiskSpace(root, max_bytes, self._verified.discard) if root is not None else None
         self._read_sources()
 
     @property
@@ -226,11 +221,6 @@ class DiskTier:
             yield
         finally:
             gate.release()
-
-    def _evicted(self, digest: str) -> None:
-        self._verified.discard(digest)
-        for key in [digest, *(source for source, became in list(self._became.items()) if became == digest)]:
-            self._told(key)
 
     def _note_source(self, source: str, became: str) -> None:
         """Remember over restarts; if that fails the adapter is converted again."""

@@ -72,11 +72,6 @@ class DiskSpace:
         with self._lock:
             return sum(stored.num_bytes for stored in self._stored.values())
 
-    def bundles(self) -> list[str]:
-        """Digests of the bundles that are there."""
-        with self._lock:
-            return [name for name, stored in self._stored.items() if stored.worth is Worth.BUNDLE]
-
     def path(self, digest: str) -> Path | None:
         """Where a bundle is; None if it is not."""
         with self._lock:
