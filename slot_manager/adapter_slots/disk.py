@@ -63,6 +63,19 @@ class DiskTier:
         """Bytes in the directory, transfers under way and quarantine included."""
         return self._space.used_bytes if self._space is not None else 0
 
+    def about(self) -> dict[str, object] | None:
+        """The directory, its bytes, and what was not as expected at the start; None without one."""
+        if self._space is None:
+            return None
+        return {
+            "directory": str(self._space.root),
+            "used_bytes": self._space.used_bytes,
+            "max_bytes": self._space.max_bytes,
+            "torn": {path.name: why for path, why in self.found.torn.items()},
+            "foreign": self.found.foreign,
+            "removed": self.found.removed,
+        }
+
     def has(self, digest: str) -> bool:
         """Is the bundle (or what this raw adapter became) in the directory?"""
         return self._path(digest) is not None

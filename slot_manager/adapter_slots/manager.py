@@ -205,7 +205,7 @@ class SlotManager:
     def status(self) -> dict[str, Any]:
         """What is where, as plain data."""
         with self._lock:
-            about = {"restoring": self._restoring, "pins_refused": dict(self._pins.refused)}
+            about = {"restoring": self._restoring, "pins_refused": dict(self._pins.refused), "disk": self._mover.disk()}
             return {**status_of(self._machine, self._registry, self._clock()), **about}
 
     def explain(self, name: str) -> dict[str, Any]:
@@ -218,7 +218,8 @@ class SlotManager:
         except SlotError as error:
             verdict = str(error)
         with self._lock:
-            return explain(self._machine, entry, verdict, self._clock())
+            told = explain(self._machine, entry, verdict, self._clock())
+        return {**told, "arrived_bytes": self._mover.arrived(entry.digest)}
 
     # --- events
 

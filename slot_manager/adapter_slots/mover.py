@@ -63,6 +63,7 @@ class Mover:
         self._bundles: dict[str, Bundle] = {}
         self._regions: dict[str, Region] = {}
         self._refused: dict[str, NotAdmitted] = {}
+        self._arrived: dict[str, tuple[int, int]] = {}
         self._count = 0
         if left := host.sweep():
             log.warning("shared memory that a killed process left was removed", regions=left)
@@ -91,6 +92,14 @@ class Mover:
         """Why an adapter was not admitted when it came from REMOTE, if that is what its last move failed of."""
         return self._refused.get(digest)
 
+    def arrived(self, digest: str) -> tuple[int, int] | None:
+        """(bytes that have arrived, bytes in all) of an adapter on its way to DISK."""
+        return self._arrived.get(digest)
+
+    def disk(self) -> dict[str, object] | None:
+        """What the directory behind DISK has and had, as plain data; None without one."""
+        return self._disk.about()
+
     async def move(self, digest: str, tier: Tier) -> Promoted | PromoteFailed:
         """Promote an adapter; whatever goes wrong is in the one event that comes back."""
         try:
@@ -118,7 +127,12 @@ class Mover:
     async def to_disk(self, digest: str) -> Facts:
         """REMOTE -> DISK: fetch, check every byte, convert a raw adapter. Raises TierError."""
         entry = self._entries[digest]
-        transfer = Transfer()
+
+        def arrived(done: int, total: int) -> None:
+            if not transfer.cancelled.is_set():
+                self._arrived[digest] = (done, total)
+
+        transfer = Transfer(progress=arrived)
 
         def check(claims: Claims) -> None:
             admit(entry, claims, self._terms())
@@ -138,6 +152,7 @@ class Mover:
             raise MoveRejected(str(error)) from None
         finally:
             transfer.cancelled.set()
+            self._arrived.pop(digest, None)
 
     async def to_host(self, digest: str) -> None:
         """DISK -> HOST: verify the bundle once, copy it into shared memory, let Triton map it. Raises TierError."""
