@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,15 +52,7 @@ def gateway(
     from lora_slots import address
     from lora_slots.gateway.server import Settings, serve
 
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    _log_json(structlog)
     settings = Settings(
         url or address.find(),
         host=host,
@@ -77,3 +69,22 @@ def gateway(
         s3_endpoint_url=s3_endpoint_url,
     )
     uvloop.run(serve(settings, typer.echo))
+
+
+def _log_json(structlog: Any) -> None:
+    """Every line of the log is a JSON object on stderr, those of libraries too."""
+    renderer = structlog.processors.JSONRenderer()
+    shared = [structlog.processors.add_log_level, structlog.processors.format_exc_info]
+    structlog.configure(
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)

@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from lora_slots.errors import ServerError
 from lora_slots.gateway.bodies import read_body
 from lora_slots.gateway.core import Gateway
+from lora_slots.gateway.document import document, takes
 from lora_slots.gateway.edge import Edge, OwnHost
 from lora_slots.gateway.errors import ApiError, from_operation, unauthorized
 from lora_slots.gateway.publishing import Publisher
-from lora_slots.gateway.routes import answer_metrics, documented, handle_errors, read_json
+from lora_slots.gateway.routes import answer_metrics, handle_errors, read_json
 
 
 class _Strict(BaseModel):
@@ -69,13 +70,13 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
         check_key(gateway, request)
         return read_body(kind, await read_json(request, gateway.max_body_bytes))
 
-    @app.post("/v1/load_lora_adapter", openapi_extra=documented(LoadBody))
+    @app.post("/v1/load_lora_adapter", openapi_extra=takes(LoadBody))
     async def load(request: Request) -> Response:
         body: LoadBody = await body_of(request, LoadBody)
         await publisher.load(body.lora_name, body.lora_path, new_version=body.load_inplace)
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
-    @app.post("/v1/unload_lora_adapter", openapi_extra=documented(UnloadBody))
+    @app.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadBody))
     async def unload(request: Request) -> Response:
         body: UnloadBody = await body_of(request, UnloadBody)
         await publisher.unload(body.lora_name)
@@ -91,12 +92,12 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
         check_key(gateway, request)
         return await operate("explain", adapter=adapter)
 
-    @app.post("/admin/drain", openapi_extra=documented(DrainBody))
+    @app.post("/admin/drain", openapi_extra=takes(DrainBody))
     async def drain(request: Request) -> dict[str, Any]:
         body: DrainBody = await body_of(request, DrainBody)
         return await operate("drain", on=body.on)
 
-    @app.post("/admin/{op}", openapi_extra=documented(AdapterBody))
+    @app.post("/admin/{op}", openapi_extra=takes(AdapterBody))
     async def one(request: Request, op: Literal["warm", "pin", "unpin", "evict"]) -> dict[str, Any]:
         body: AdapterBody = await body_of(request, AdapterBody)
         return await operate(op, adapter=body.adapter)
@@ -114,7 +115,7 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> dict[str, Any]:
-        return app.openapi()
+        return document(app, LoadBody, UnloadBody, AdapterBody, DrainBody)
 
     wrapped: Any = app
     if not has_keys(gateway):

@@ -6,13 +6,13 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from lora_slots.gateway.answers import GenerationResponse
 from lora_slots.gateway.bodies import ChatBody, CompletionBody, read_body
 from lora_slots.gateway.core import Gateway
+from lora_slots.gateway.document import document, takes
 from lora_slots.gateway.edge import Edge, OwnHost
 from lora_slots.gateway.errors import ApiError, unauthorized
 from lora_slots.gateway.names import model_object
@@ -27,7 +27,7 @@ def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) 
     app = FastAPI(title="LoRA Slots", docs_url=None, redoc_url=None, openapi_url=None)
     handle_errors(app)
 
-    @app.post("/v1/chat/completions", openapi_extra=documented(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=takes(ChatBody, streams=True))
     async def chat_completions(request: Request) -> Response:
         record = admit(gateway, request)
         body = read_body(ChatBody, await read_json(request, gateway.max_body_bytes))
@@ -35,7 +35,7 @@ def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) 
         generation = gateway.generation(job, body, record, request.headers)
         return GenerationResponse(gateway, generation, job, record, ChatWire)
 
-    @app.post("/v1/completions", openapi_extra=documented(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=takes(CompletionBody, streams=True))
     async def completions(request: Request) -> Response:
         record = admit(gateway, request)
         body = read_body(CompletionBody, await read_json(request, gateway.max_body_bytes))
@@ -75,7 +75,7 @@ def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) 
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> dict[str, Any]:
-        return app.openapi()
+        return document(app, ChatBody, CompletionBody)
 
     wrapped: Any = app
     if cors_origins:
@@ -116,18 +116,6 @@ async def read_json(request: Request, most: int) -> bytes:
             raise ApiError(413, f"The body is larger than {most} bytes", code="request_too_large")
         chunks.append(chunk)
     return b"".join(chunks)
-
-
-def documented(kind: type[BaseModel]) -> dict[str, Any]:
-    """A route's body for the OpenAPI document."""
-    return {
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {"schema": kind.model_json_schema(ref_template="#/components/schemas/{model}")}
-            },
-        }
-    }
 
 
 def handle_errors(app: FastAPI) -> None:
