@@ -71,7 +71,7 @@ def prepare(
     engine = ensure_engine(base, cache_folder(cache) / "engines", progress)
     if adapters is not None:
         bundles = cache_folder(cache) / "adapters" / "bundles"
-        publish_adapters(adapters, base, registry.parent, progress, bundles=bundles)
+        registry = publish_adapters(adapters, base, registry.parent, progress, bundles=bundles)
     return Prepared(base, engine, registry)
 
 
