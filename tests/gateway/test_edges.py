@@ -16,6 +16,7 @@ from fakes.gateways import RunningGateway, ask, gateway
 from lora_slots.client import Client
 from lora_slots.errors import ServerError
 from lora_slots.stack import TritonServer
+from lora_slots.traffic import read_log
 
 pytestmark = pytest.mark.triton
 CHAT = "/v1/chat/completions"
@@ -98,8 +99,8 @@ def test_health_metrics_and_the_document(door: RunningGateway) -> None:
     assert "temperature" in schema["properties"]
 
 
-def test_the_log_has_every_request_and_no_prompt(door: RunningGateway) -> None:
-    """One line each, with the request's id, the adapter, times, and the prompt's hash."""
+def test_the_log_has_every_request_and_no_prompt(door: RunningGateway, tmp_path: Path) -> None:
+    """One line each, with the request's id, the adapter, times, and the prompt's hash; `plan` can read it."""
     said = "a very private question"
     asked = {**ASKED, "messages": [{"role": "user", "content": said}]}
     ask(door.url, CHAT, asked, x_request_id="logged-1")
@@ -111,6 +112,10 @@ def test_the_log_has_every_request_and_no_prompt(door: RunningGateway) -> None:
     assert lines["logged-1"]["prompt_hash"] == lines["logged-2"]["prompt_hash"]
     assert lines["logged-1"]["adapter"] == "pirate@1"
     assert {"time", "route", "status", "ttft_ms", "seconds", "completion_tokens"} <= set(lines["logged-1"])
+    (tmp_path / "log").write_text("".join(line for line in text.splitlines(keepends=True) if '"digest"' in line))
+    read = read_log(tmp_path / "log", 1.0)
+    assert {"pirate@1"} <= {request.adapter for request in read}
+    assert all(request.ttft_ms for request in read if request.seconds)
 
 
 def leases(server: TritonServer, name: str) -> int:
