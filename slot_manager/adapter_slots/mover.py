@@ -162,15 +162,17 @@ class Mover:
         self._count += 1
         name = f"{host.PREFIX}{os.getpid()}-{self._count}-{digest[:12]}"
         over = threading.Event()
+        made: list[Loaded] = []  # a move that is given up in the moment its thread ends does not get the result
         try:
             async with asyncio.timeout(self._limits.to_host_s):
-                loaded = await asyncio.to_thread(self._load, digest, bundle, name, over)
-                with loaded.file:
-                    await self._engine.register(loaded.region)
+                loaded = await asyncio.to_thread(self._load, digest, bundle, name, over, made)
+                await self._engine.register(loaded.region)
         except TimeoutError:
             raise TierError(f"{entry.name}: not in shared memory within {self._limits.to_host_s} s") from None
         finally:
             over.set()
+            for each in made:
+                each.file.close()
             host.forget_name(name)
         self._regions[digest] = loaded.region
 
@@ -204,10 +206,11 @@ class Mover:
         self._bundles[entry.digest] = bundle
         return Facts(bundle.task_id, self._disk.pages(bundle), host.region_bytes(bundle))
 
-    def _load(self, digest: str, bundle: Bundle, name: str, over: threading.Event) -> Loaded:
+    def _load(self, digest: str, bundle: Bundle, name: str, over: threading.Event, made: list[Loaded]) -> Loaded:
         with self._disk.in_use(digest):
             self._disk.verify(bundle)
             loaded = host.load(bundle, name)
+        made.append(loaded)
         if over.is_set():  # nobody waits any more: a thread outlives the move that was given up
             loaded.file.close()
             host.forget_name(name)
