@@ -43,6 +43,8 @@ def _run() -> int:
 
     from lora_slots import (
         adapters_command,
+        bundle_command,
+        canary_command,
         convert_command,
         engine_command,
         gateway_command,
@@ -58,7 +60,8 @@ def _run() -> int:
     app = typer.Typer(name="lora-slots", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(lora_slots)
     first = (up_command, convert_command, generate_command, slots_command, gateway_command, tenants_command)
-    for command in (*first, adapters_command, engine_command, repo_command, plan_command, merge_command):
+    engines = (engine_command, repo_command, plan_command, merge_command)
+    for command in (*first, adapters_command, bundle_command, canary_command, *engines):
         command.register(app)
     usage_error = _usage_error(typer.BadParameter)
     try:

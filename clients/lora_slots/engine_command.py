@@ -23,6 +23,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
+    from lora_slots import engine_release
+
+    engine_release.register(engine)
     app.add_typer(engine, name="engine")
 
 

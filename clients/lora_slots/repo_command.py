@@ -64,13 +64,16 @@ def render(
     ] = None,
     fleet: Annotated[str | None, typer.Option(help="Adapters to plan for: COUNTxRANK,…")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE: a parameter of tensorrt_llm; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", help="KEY=VALUE of tensorrt_llm, or lora_router.KEY=VALUE; may be repeated."),
     ] = None,
     check_engine: Annotated[bool, typer.Option(help="Refuse an engine that is not what the profile says.")] = True,
 ) -> None:
     """Write the whole model repository: preprocessing, lora_router, tensorrt_llm, postprocessing, ensemble.
 
     Cache sizes come from the capacity plan. An existing repository is replaced in one step; else nothing is.
+
+    Adapters in an object store need a folder for what is fetched: `--set lora_router.disk_dir=/var/lib/lora-slots`.
 
     Example: lora-slots repo render engines/profiles/llama-3.1-8b.yaml --engine /engines/llama -o /models
     """
@@ -92,6 +95,46 @@ def render(
         typer.echo(str(out))
 
 
+@repo.command()
+def serve(
+    folder: Annotated[Path, typer.Argument(help="Model repository, rendered with --grpc 127.0.0.1:PORT.")],
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 0,
+    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 0,
+    log: Annotated[Path | None, typer.Option(help="Triton's log; default: gone after the stop.")] = None,
+) -> None:
+    """Serve a repository with the Triton of this environment, on loopback, until Ctrl-C. For repositories on a CPU.
+
+    gRPC is where lora_router looks for the engine. In the NGC image, tritonserver itself serves the repository.
+
+    Example: lora-slots repo serve ./models
+    """
+    from lora_slots.refusals import refusing
+    from lora_slots.stack import StackConfig, TritonServer, exit_on_signals
+    from lora_slots.supervisor import supervise
+
+    with refusing():
+        port = _grpc_port(folder)
+    config = StackConfig(
+        folder, http_port=http_port, grpc_port=port, metrics_port=metrics_port, log_path=log, control_models=True
+    )
+    with exit_on_signals(), TritonServer(config) as server:
+        typer.echo(f"ready: grpc {server.grpc_url}, http {server.http_url}, metrics {server.metrics_url}")
+        supervise(server, lambda text: typer.echo(text, err=True))
+
+
+def _grpc_port(folder: Path) -> int:
+    from lora_slots.refusals import Refused
+    from lora_slots.repo_files import read_repository
+
+    router = read_repository(folder).models.get("lora_router")
+    url = router.parameter("engine_url") if router else None
+    host, _, port = (url or "").rpartition(":")
+    if host not in ("127.0.0.1", "localhost") or not port.isdigit():
+        found = f"lora_router looks for it at {url}" if url else "there is no lora_router with an engine_url"
+        raise Refused(f"{folder}: serves its own engine on 127.0.0.1, but {found}; render with --grpc 127.0.0.1:PORT")
+    return int(port)
+
+
 def _config(
     profile: EngineProfile,
     engine: Path,
@@ -100,7 +143,7 @@ def _config(
     grpc: str,
     backend: str | None,
     fleet: str | None,
-    own: Mapping[str, str],
+    own: Mapping[str, Mapping[str, str]],
 ) -> RepositoryConfig:
     from lora_slots.plan_report import router_parameters
     from lora_slots.refusals import Refused
@@ -125,21 +168,36 @@ def _config(
         registry=registry if "://" in registry else Path(registry).absolute(),
         engine_url=grpc,
         max_batch_size=profile.engine.max_batch_size,
-        router=router,
-        engine={"exclude_input_in_output": "true", **parameters, **own},
+        router={**router, "base_model": _base_model(profile), **own["lora_router"]},
+        engine={"exclude_input_in_output": "true", **parameters, **own["tensorrt_llm"]},
         text={key: str(value).lower() for key, value in profile.text.model_dump().items()},
         backend=_backend(profile, backend),
         dora=profile.lora.dora,
     )
 
 
-def _parameters(words: list[str]) -> dict[str, str]:
+def _parameters(words: list[str]) -> dict[str, dict[str, str]]:
+    """Model -> its parameters that were set by hand."""
     from lora_slots.refusals import Refused
 
-    wrong = [word for word in words if not word.partition("=")[0].strip() or "=" not in word]
+    found: dict[str, dict[str, str]] = {"tensorrt_llm": {}, "lora_router": {}}
+    wrong = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        model, _, name = key.strip().rpartition(".")
+        if equals and name and (model or "tensorrt_llm") in found:
+            found[model or "tensorrt_llm"][name] = value
+        else:
+            wrong.append(f"--set {word}: write KEY=VALUE, or lora_router.KEY=VALUE")
     if wrong:
-        raise Refused("\n".join(f"--set {word}: write KEY=VALUE" for word in wrong))
-    return {key.strip(): value for key, _, value in (word.partition("=") for word in words)}
+        raise Refused("\n".join(wrong))
+    return found
+
+
+def _base_model(profile: EngineProfile) -> str:
+    """What adapters are held to; the reference engine's base has a revision that no trainer knows."""
+    model = profile.model
+    return f"{model.id}@{model.revision}" if profile.runtime == "tensorrt_llm" else model.id
 
 
 def _own_tokenizer(engine: Path) -> Path:

