@@ -1,14 +1,16 @@
 """The text of `adapters.yaml` <-> plain data, quickly, with the line of anything that is wrong.
 
-A registry may have tens of thousands of entries and is read while requests are served: libyaml parses it, and the nodes
-become data here, in one pass (PyYAML's own constructor takes twice as long). A key that is there twice is a complaint:
-YAML would drop the first one silently.
+A registry may have tens of thousands of entries and is read while requests are served. So data is made from libyaml's
+events: several times as fast as from PyYAML's nodes, and without the hundreds of thousands of objects over which the
+garbage collector would hold up every other thread. Nodes are made only where they are needed: for a text with anchors,
+and to find the lines of problems. A key that is there twice is a complaint: YAML would drop the first one silently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import yaml
@@ -16,8 +18,10 @@ import yaml
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PROBLEMS = 20
 """Problems told at once; the rest is counted."""
-_TEXT, _INT = "tag:yaml.org,2002:str", "tag:yaml.org,2002:int"
-_MAP, _LIST, _MERGE = "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:merge"
+_DEPTH = 32
+"""Lists and mappings within each other at most; a registry has six."""
+_TEXT, _INT, _MERGE = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "merge"))
+_NO_KEY = object()
 
 Where = tuple[str | int, ...]
 """Keys and indices that lead to a value."""
@@ -36,29 +40,28 @@ class TextError(ValueError):
 
 
 class Document:
-    """A parsed text: its data, and the nodes it was made of, for lines."""
+    """A parsed text: its data, and where everything in it stands."""
 
     def __init__(self, text: str) -> None:
         """Raises TextError."""
+        self._text = text
         self._twice: list[tuple[int, str]] = []
-        self._made: dict[int, Any] = {}
-        self._loader: Any = None
+        loader = None
         try:
-            self._loader = loader = _LOADER(text)
-            self._root: yaml.Node | None = loader.get_single_node()
-            self.data: Any = self._value(self._root) if self._root is not None else None
+            loader = _LOADER(text)
+            self.data: Any = self._from_events(loader)
+        except _Anchors:
+            self.data = self._from_nodes()
         except (
             yaml.YAMLError,
             ValueError,
             TypeError,
             RecursionError,
         ) as error:  # dates and tags raise what Python does
-            raise TextError(f"not YAML: {' '.join(str(error).split())}") from None
+            raise _text_error(error) from None
         finally:
-            if self._loader is not None:
-                self._loader.dispose()
-            self._loader = None
-            self._made.clear()
+            if loader is not None:
+                loader.dispose()
 
     @property
     def has_duplicates(self) -> bool:
@@ -86,38 +89,82 @@ class Document:
         lines = [f"line {line}: {what}" for line, what in sorted(told, key=lambda pair: pair[0])]
         return "; ".join(lines[:_PROBLEMS]) + (f"; and {len(lines) - _PROBLEMS} more" if len(lines) > _PROBLEMS else "")
 
-    def _value(self, node: yaml.Node) -> Any:
-        if node.tag == _TEXT:
-            return node.value
-        if node.tag == _INT and node.value.isdecimal() and node.value[0] != "0":
-            return int(node.value)
-        if node.tag == _LIST:
-            made = self._made.get(id(node))
-            if made is None:
-                made = self._made[id(node)] = [self._value(item) for item in node.value]
-            return made
-        if node.tag == _MAP:
-            made = self._made.get(id(node))
-            if made is None:  # else an anchor's node, met again at one of its aliases
-                made = self._made[id(node)] = self._mapping(node)
-            return made
-        if isinstance(node, yaml.ScalarNode):
-            return self._loader.construct_object(node)
-        raise TextError(f"{node.tag} in line {node.start_mark.line + 1} is not read")
+    @cached_property
+    def _root(self) -> yaml.Node | None:
+        root: yaml.Node | None = yaml.compose(self._text, Loader=_LOADER)
+        return root
 
-    def _mapping(self, node: yaml.Node) -> dict[Any, Any]:
-        made: dict[Any, Any] = {}
-        merges = any(key.tag == _MERGE for key, _ in node.value)
-        if merges:
-            self._loader.flatten_mapping(node)
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise TextError(f"line {key.start_mark.line + 1}: a key is a name or a number")
-            name = key.value if key.tag == _TEXT else self._value(key)
-            if name in made and not merges:  # what is merged in is meant to be overridden
-                self._twice.append((key.start_mark.line + 1, f"{str(name)[:60]!r} is there twice"))
-            made[name] = self._value(value)
-        return made
+    def _from_events(self, loader: Any) -> Any:
+        """One pass; `within` is the list or mapping being filled, `key` its key that has no value yet."""
+        root, documents = None, 0
+        within: Any = None
+        key: Any = _NO_KEY
+        stack: list[Any] = []
+        while True:
+            event = loader.get_event()
+            kind = type(event)
+            if kind is yaml.ScalarEvent:
+                value = _scalar(loader, event)
+                if isinstance(within, dict) and key is _NO_KEY:
+                    if value in within:
+                        self._twice.append((event.start_mark.line + 1, f"{str(value)[:60]!r} is there twice"))
+                    key = value
+                    continue
+            elif kind is yaml.MappingStartEvent or kind is yaml.SequenceStartEvent:
+                value = _collection(event, len(stack), is_key=isinstance(within, dict) and key is _NO_KEY)
+            elif kind is yaml.MappingEndEvent or kind is yaml.SequenceEndEvent:
+                within = stack.pop()
+                continue
+            elif kind is yaml.StreamEndEvent:
+                return root
+            elif kind is yaml.AliasEvent:
+                raise _Anchors
+            else:
+                documents += kind is yaml.DocumentStartEvent
+                if documents > 1:
+                    raise TextError(f"line {event.start_mark.line + 1}: one document is expected")
+                continue
+            if isinstance(within, dict):
+                within[key] = value
+                key = _NO_KEY
+            elif within is None:
+                root = value
+            else:
+                within.append(value)
+            if kind is not yaml.ScalarEvent:
+                stack.append(within)
+                within = value
+
+    def _from_nodes(self) -> Any:
+        """With anchors, aliases, merge keys and tags, as PyYAML reads them; duplicates of merged keys are meant."""
+        try:
+            data = yaml.load(self._text, Loader=_LOADER)  # noqa: S506 - a safe one
+            self._find_duplicates()
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+            raise _text_error(error) from None
+        return data
+
+    def _find_duplicates(self) -> None:
+        seen: set[int] = set()
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+                continue
+            seen.add(id(node))  # an anchor's node is met again at each of its aliases
+            if isinstance(node, yaml.SequenceNode):
+                stack += node.value
+                continue
+            keys: set[str] = set()
+            for name, value in node.value:
+                if name.value in keys and isinstance(name, yaml.ScalarNode):
+                    self._twice.append((name.start_mark.line + 1, f"{name.value[:60]!r} is there twice"))
+                keys.add(str(name.value))
+                stack.append(value)
+
+
+class _Anchors(Exception):
+    """The text is one for nodes."""
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -130,6 +177,39 @@ def dump(data: Mapping[str, Any]) -> str:
     """The text of a document: sorted, so that two of them compare well line by line."""
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=True, allow_unicode=True, width=120)
     return text
+
+
+def _collection(event: Any, depth: int, *, is_key: bool) -> dict[Any, Any] | list[Any]:
+    if event.anchor or not event.implicit:
+        raise _Anchors
+    if is_key:
+        raise TextError(f"line {event.start_mark.line + 1}: a key is a name or a number")
+    if depth >= _DEPTH:
+        raise TextError(f"line {event.start_mark.line + 1}: more than {_DEPTH} lists within each other")
+    return {} if type(event) is yaml.MappingStartEvent else []
+
+
+def _scalar(loader: Any, event: Any) -> Any:
+    if event.anchor:
+        raise _Anchors
+    text = event.value
+    if not event.implicit[0]:
+        if event.tag is None or event.tag == "!":
+            return text  # in quotes
+        return loader.construct_object(yaml.ScalarNode(event.tag, text, event.start_mark, event.end_mark))
+    tag = loader.resolve(yaml.ScalarNode, text, event.implicit)
+    if tag == _TEXT:
+        return text
+    if tag == _INT and text.isdecimal() and text[0] != "0":
+        return int(text)
+    if tag == _MERGE:
+        raise _Anchors
+    return loader.construct_object(yaml.ScalarNode(tag, text, event.start_mark, event.end_mark))
+
+
+def _text_error(error: Exception) -> TextError:
+    text = " ".join(str(error).split())
+    return TextError(text if isinstance(error, TextError) else f"not YAML: {text or type(error).__name__}")
 
 
 def _dotted(where: Where) -> str:

@@ -135,7 +135,12 @@ def test_a_file_of_the_first_form_is_what_it_was(tmp_path: Path) -> None:
         (GOOD + "base_model: [x]\n", "base_model: must be text"),
         (GOOD + "? [a]\n: 1\n", "line 5: a key is a name or a number"),
         (GOOD + "x: !!python/object:os.system {}\n", "not YAML|is not read"),
-        (GOOD + "x: &x [*x]\n", "not YAML|anchor"),
+        (GOOD + "x: &x [*x]\n", "unknown key 'x'"),
+        (GOOD + "    pool: &x [*x]\n", r"must be the name of a pool, found \[\[...\]\]"),
+        (GOOD + "<<: {alias: 1}\n", "unknown key 'alias'; did you mean 'aliases'"),
+        (GOOD + "x: " + "[" * 900 + "]" * 900, "line 5: more than 32 lists within each other"),
+        (GOOD + "---\nschema: 1\n", "line 5: one document is expected"),
+        (GOOD + "a: &a {}\na: *a\n", "line 6: 'a' is there twice"),
     ],
 )
 def test_a_broken_registry_is_a_problem_told(tmp_path: Path, broken: str, words: str) -> None:
