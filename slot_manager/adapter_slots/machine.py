@@ -52,7 +52,7 @@ from adapter_slots.events import (
 )
 from adapter_slots.membership import DRAINING_TEXT
 from adapter_slots.records import Adapter, Lease
-from adapter_slots.room import Room, could_fit, room_in_host, room_in_slots
+from adapter_slots.room import could_fit, room_in_host, room_in_slots
 from adapter_slots.timer import Timer
 
 
@@ -182,8 +182,7 @@ class SlotMachine(Timer):
         if event.gone:
             adapter.tier, adapter.retry_at, adapter.retries = Tier.REMOTE, now, True
         if event.no_room:
-            for victim in self._room_in_host(adapter, self.config.host_bytes).evict:
-                self._leave_host(victim, Reason.ROOM, now)
+            self._make_room_in_host(adapter, self.config.host_bytes, now)
         if event.engine_lost_idle:
             for task in self.mirror.eviction_order():
                 self._missed(self._by_task[task], now)
@@ -243,23 +242,28 @@ class SlotMachine(Timer):
                     binding = self._promote_to_slot(adapter, since, now)
                     blocked = blocked or (not binding and could_fit(adapter, self._in_slot.values(), self.config))
             elif adapter.tier < Tier.HOST and moves < self.config.max_host_moves:
-                moves += self._promote_to_memory(adapter, now)
+                moves += self._promote_to_memory(adapter, since, now)
         if not others_want:
             self._stop_draining(now)
 
-    def _promote_to_memory(self, adapter: Adapter, now: float) -> bool:
+    def _promote_to_memory(self, adapter: Adapter, since: float, now: float) -> bool:
         if adapter.tier is Tier.REMOTE:
             self._begin(adapter, Tier.DISK, now)
             return True
-        room = self._room_in_host(adapter, self._host_bytes)
-        if room.ready:
-            for victim in room.evict:
-                self._leave_host(victim, Reason.ROOM, now)
+        ready = self._make_room_in_host(adapter, self._host_bytes, now)
+        if ready:
             self._enter_host(adapter, now)
-        return room.ready
+        elif now - since >= self.config.max_wait_s:
+            self._drain_one(adapter, now)
+        return ready
 
-    def _room_in_host(self, adapter: Adapter, used_bytes: int) -> Room:
-        return room_in_host(adapter, self._in_host.values(), used_bytes, self.config, self.policy)
+    def _make_room_in_host(self, adapter: Adapter, used_bytes: int, now: float) -> bool:
+        room = room_in_host(adapter, self._in_host.values(), used_bytes, self._view(now))
+        for victim in room.evict:
+            if victim.tier is Tier.SLOT:
+                self._leave_slot(victim, Reason.ROOM, now)
+            self._leave_host(victim, Reason.ROOM, now)
+        return room.ready
 
     def _has_reserved_slot(self, adapter: Adapter) -> bool:
         return self.config.pools.has_reserved(adapter.pool, (a.pool for a in self._in_slot.values()))

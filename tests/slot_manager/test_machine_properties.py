@@ -288,6 +288,29 @@ def test_a_host_that_is_fuller_than_its_bound_gives_up_what_is_idle() -> None:
     assert Promote("new", Tier.HOST) in machine.handle(Ticked(), 3.0)
 
 
+def test_a_host_that_holds_less_than_the_slots_starves_nobody() -> None:
+    """HOST is full of adapters in slots, and slots are free: an idle one gives up both, a leased one drains."""
+    config = MachineConfig(4, cache_pages=9, host_bytes=25, max_wait_s=1.0, min_residency_s=0.0, idle_s=300.0)
+    world = World(config, [1, 1, 1, 1], random.Random(3).randrange)
+    world.faults = False
+    for i in (1, 2):
+        world.acquire(i, hold_s=1000.0)
+        world.pass_time(2.0)
+    world.pass_time(20.0)
+    assert not world.leases, "both are idle, in slots, and all of HOST"
+    world.acquire(3)
+    world.pass_time(1.0)
+    assert world.machine.adapters["digest-3"].tier is Tier.SLOT
+    granted_cold = False
+    for i in range(300):
+        world.acquire(1 + i % 2 * 2)  # two hot ones whose leases overlap without a gap
+        if i == 40:
+            world.acquire(4, wait_s=30.0)
+        world.pass_time(0.1)
+        granted_cold |= bool(world.machine.adapters["digest-4"].leases)
+    assert granted_cold
+
+
 def test_two_digests_with_one_task_id_are_refused_loudly() -> None:
     """The engine would answer one with the other's weights."""
     machine = SlotMachine(MachineConfig(2, cache_pages=2, host_bytes=100))
@@ -418,6 +441,15 @@ def _late_reports_swap_no_places(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("adapter_slots.room._suspects", trusting)
 
 
+def _copies_of_slots_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
+    original = room.room_in_host
+
+    def stingy(adapter: Adapter, in_host: Collection[Adapter], used_bytes: int, view: room.SlotView) -> room.Room:
+        return original(adapter, in_host, used_bytes, dataclasses.replace(view, in_slot=()))
+
+    patch.setattr("adapter_slots.machine.room_in_host", stingy)
+
+
 MUTATIONS: dict[str, Mutate] = {
     "rule 1: leases do not hold": _leases_do_not_hold,
     "rule 1: pins do not hold": _pins_do_not_hold,
@@ -433,6 +465,7 @@ MUTATIONS: dict[str, Mutate] = {
     "rule 5: time is what the clock shows": _time_is_what_the_clock_shows,
     "rule 5: who waits in vain goes on waiting": _who_waits_in_vain_goes_on_waiting,
     "rule 5: leases count as pins": _leases_count_as_pins,
+    "rule 5: copies of slots are never given up": _copies_of_slots_are_never_given_up,
     "rule 5: two binds at one time": _two_binds_at_once,
     "rule 5: deadlines are forgotten": _deadlines_are_forgotten,
     "rule 5: nobody drains for a starving adapter": _nobody_drains,
@@ -463,6 +496,7 @@ def walk_must_be_clean() -> None:
     test_a_restarted_engine_is_healed_within_a_tick()
     test_reserved_slots_stay_free_for_their_pool_and_caps_hold()
     _set_back()
+    test_a_host_that_holds_less_than_the_slots_starves_nobody()
     test_an_end_whose_report_may_be_late_is_asked_for()
     starvation = _starve()
     assert starvation.granted_cold, "a cold adapter starved behind hot ones"
