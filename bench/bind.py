@@ -71,7 +71,7 @@ class Stream:
         with Client(self._url) as client:
             while not self._stop.is_set():
                 last = None
-                for _ in client.generate(PROMPT, max_tokens=400, end_id=-1):
+                for _ in client.stream(PROMPT, max_tokens=400, end_id=-1):
                     now = time.perf_counter()
                     if last is not None:
                         self.gaps_ms.append((now - last) * 1e3)

@@ -89,7 +89,7 @@ def _stream(url: str, prompt: str, answer: Answer, max_tokens: int) -> None:
     try:
         with Client(url) as client:
             adapter = None if answer.name == BASE else answer.name
-            for piece in client.generate(prompt, adapter=adapter, max_tokens=max_tokens):
+            for piece in client.stream(prompt, adapter=adapter, max_tokens=max_tokens):
                 answer.text += piece
                 answer.pieces += 1
                 if answer.first_piece_s is None:

@@ -1,24 +1,30 @@
 """The direct door: tokenise here, lease the adapter from `lora_router`, stream from `tensorrt_llm` itself.
 
-Against the ensemble it gives three things: a cancel reaches the engine within milliseconds, an engine miss before the
-first token is healed and tried again unseen, and a token costs half. The lease is given back whatever happens.
+Against the ensemble it gives two things: a cancel reaches the engine within milliseconds, and a token costs half. The
+lease is given back whatever happens.
 """
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+import structlog
 
-from lora_slots.client import SAMPLING, Client
-from lora_slots.errors import ServerError
+from lora_slots.client import Client, until_after
+from lora_slots.client_wire import SAMPLING, Message, Options, checked_sampling, tokens_of
+from lora_slots.errors import ServerError, Unreachable
 from lora_slots.text import Tokenizer
 
+log = structlog.get_logger("lora_slots.client")
+
 ENGINE = "tensorrt_llm"
-_MISS = "not found in cache"
+_UNSURE = ("DEADLINE_EXCEEDED", "CANCELLED")
+"""After these the lease may have been granted, and the answer lost."""
 _NAMES = {"top_k": "runtime_top_k", "top_p": "runtime_top_p"}
 
 
@@ -37,104 +43,90 @@ class Lease:
 
 
 class DirectClient(Client):
-    """A Client that goes to the engine itself. One request at a time; `url` is host:port of Triton's gRPC door."""
+    """A Client that goes to the engine itself. For any number of threads; `url` is host:port of Triton's gRPC door.
 
-    def __init__(self, url: str, tokenizer: Tokenizer) -> None:
-        super().__init__(url)
+    `cold` may be "base" too: the base model answers while the adapter is warmed, and `lease.task_id` is None.
+    """
+
+    def __init__(self, url: str, tokenizer: Tokenizer, **connection: Any) -> None:
+        """`connection`: the further arguments of Client."""
+        super().__init__(url, **connection)
         self._tokenizer = tokenizer
-        self._operator = Client(url)
-        self.lease: Lease | None = None
-        """The lease of the running or last request: what answered it."""
+        self._mine = threading.local()
 
-    def close(self) -> None:
-        """Close both connections."""
-        self._operator.close()
-        super().close()
+    @property
+    def lease(self) -> Lease | None:
+        """The lease of this thread's running or last request: what answered it."""
+        return getattr(self._mine, "lease", None)
 
-    def stream(
-        self,
-        text: str,
-        *,
-        adapter: str | None = None,
-        max_tokens: int = 64,
-        cold: str = "wait",
-        sampling: Mapping[str, float] | None = None,
-    ) -> Generator[str, None, None]:
-        """Pieces of the answer to `text` (a finished prompt), as they come. Leaving early cancels the request.
+    def _pieces(self, text: str, adapter: str | None, options: Options, *, stream: bool) -> Generator[str, None, None]:
+        timeout_s = options.get("timeout_s", self._timeout_s)
+        until = until_after(timeout_s)
+        ids, decoder = self._tokenizer.encode(text), self._tokenizer.incremental_decoder()
 
-        Args:
-            cold: what to do if the adapter is not in a slot: "wait", "fail" (ServerError at once, and the adapter is
-                warmed meanwhile) or "base" (the base model answers, and `self.lease.task_id` is None).
-
-        Raises:
-            ServerError: refused, failed, or not there.
-        """
-        ids = self._tokenizer.encode(text)
-        for attempt in (1, 2):
-            lease = self._acquire(adapter, max_tokens, cold)
-            pieces = self._from_engine(ids, lease, max_tokens, sampling or {})
+        def tokens() -> Generator[list[int], None, None]:
+            lease = self._mine.lease = self._acquire(adapter, options, until, timeout_s)
             try:
-                try:
-                    first = next(pieces, None)
-                except ServerError as error:
-                    if attempt == 2 or _MISS not in str(error) or adapter is None:
-                        raise
-                    self._operator.operate("missed", adapter=lease.ref or adapter)
-                    continue
-                if first is not None:
-                    yield first
-                    yield from pieces
-                return
+                request = self._engine_request(ids, lease, options, stream=stream)
+                for response in self._responses(request, adapter, until, timeout_s):
+                    yield tokens_of(response)
             finally:
-                pieces.close()
-                self._give_back(lease)
+                if lease.task_id is not None:
+                    self._give_back(lease.request_id)
 
-    def _acquire(self, adapter: str | None, max_tokens: int, cold: str) -> Lease:
-        request_id = uuid.uuid4().hex
-        if adapter is None:
-            self.lease = Lease(request_id, None, None, None, None, 0.0)
-            return self.lease
-        answer = self._operator.operate(
-            "lease", adapter=adapter, request_id=request_id, max_tokens=max_tokens, cold=cold
-        )
-        found, waited_s = answer.get("found_in"), float(answer.get("waited_s", 0.0))
-        ref = f"{answer['adapter']}@{answer['version']}" if "version" in answer else None
-        self.lease = Lease(request_id, adapter, answer["task_id"], answer["digest"], found, waited_s, ref)
-        return self.lease
-
-    def _give_back(self, lease: Lease) -> None:
-        if lease.task_id is not None:
-            self._operator.operate("end", request_id=lease.request_id)
-
-    def _from_engine(
-        self, ids: list[int], lease: Lease, max_tokens: int, sampling: Mapping[str, float]
-    ) -> Generator[str, None, None]:
-        inputs = [
-            self._ids(ids),
-            self._value("input_lengths", len(ids), "INT32", np.int32),
-            self._value("request_output_len", max_tokens, "INT32", np.int32),
-            self._value("end_id", self._tokenizer.eos_ids[0], "INT32", np.int32),
-            self._value("streaming", True, "BOOL", np.bool_),
-            self._value("exclude_input_in_output", True, "BOOL", np.bool_),
-        ]
-        if lease.task_id is not None:
-            inputs.append(self._value("lora_task_id", lease.task_id, "UINT64", np.uint64))
-        for name, value in sampling.items():
-            inputs.append(self._value(_NAMES.get(name, name), value, *SAMPLING[name]))
-        decoder = self._tokenizer.incremental_decoder()
-        for result in self._stream(ENGINE, inputs, ["output_ids", "sequence_length"], lease.request_id):
-            tokens = result.as_numpy("output_ids")
-            if tokens is None:
-                continue
-            length = int(result.as_numpy("sequence_length").reshape(-1)[0])
-            piece = decoder.push(tokens.reshape(-1)[:length].tolist())
-            if piece:
-                yield piece
-        rest = decoder.flush()
-        if rest:
+        with closing(self._tried(tokens, adapter, options, timeout_s)) as tried:
+            for new in tried:
+                if piece := decoder.push(new):
+                    yield piece
+        if rest := decoder.flush():
             yield rest
 
-    def _ids(self, ids: list[int]) -> Any:
-        tensor = self._triton.InferInput("input_ids", [1, len(ids)], "INT32")
-        tensor.set_data_from_numpy(np.array([ids], np.int32))
-        return tensor
+    def _acquire(self, adapter: str | None, options: Options, until: float | None, timeout_s: float | None) -> Lease:
+        request_id = options.get("request_id") or uuid.uuid4().hex
+        if adapter is None:
+            return Lease(request_id, None, None, None, None, 0.0)
+        asked = {
+            "adapter": adapter,
+            "request_id": request_id,
+            "max_tokens": options.get("max_tokens", 64),
+            "cold": options.get("cold") or "wait",
+        }
+        if session := options.get("session"):
+            asked["session"] = session
+        try:
+            answer = self._operation("lease", asked, until, timeout_s)
+        except BaseException as error:
+            if not isinstance(error, ServerError) or isinstance(error, Unreachable) or error.code in _UNSURE:
+                self._give_back(request_id)
+            raise
+        found, waited_s = answer.get("found_in"), float(answer.get("waited_s", 0.0))
+        ref = f"{answer['adapter']}@{answer['version']}" if "version" in answer else None
+        return Lease(request_id, adapter, answer["task_id"], answer["digest"], found, waited_s, ref)
+
+    def _give_back(self, request_id: str) -> None:
+        try:
+            self.operate("end", request_id=request_id)
+        except ServerError as error:
+            log.warning("lease not given back, its deadline ends it", lease=request_id, why=str(error))
+
+    def _missed(self, adapter: str) -> None:
+        """It is known which version of an alias it was."""
+        super()._missed((self.lease.ref if self.lease else None) or adapter)
+
+    def _engine_request(self, ids: Sequence[int], lease: Lease, options: Options, *, stream: bool) -> Any:
+        message = Message(ENGINE, lease.request_id, ["output_ids", "sequence_length"])
+        message.ids("input_ids", ids)
+        message.value("input_lengths", len(ids), "INT32")
+        message.value("request_output_len", options.get("max_tokens", 64), "INT32")
+        end_id = options.get("end_id")
+        message.value("end_id", self._tokenizer.eos_ids[0] if end_id is None else end_id, "INT32")
+        message.value("streaming", stream, "BOOL")
+        message.value("exclude_input_in_output", True, "BOOL")
+        if lease.task_id is not None:
+            message.value("lora_task_id", lease.task_id, "UINT64")
+        for name, value in checked_sampling(options.get("sampling")).items():
+            message.value(_NAMES.get(name, name), value, SAMPLING[name])
+        if stop := options.get("stop"):
+            words = self._tokenizer.word_list(stop)
+            message.ids("stop_words_list", words.reshape(-1).tolist(), (1, *words.shape[-2:]))
+        return message.made

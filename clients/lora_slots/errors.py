@@ -20,14 +20,23 @@ _REFUSALS = {"NOT_FOUND", "INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDI
 class ServerError(Exception):
     """The server answered with an error, or could not be reached. `code` is the gRPC status name."""
 
-    def __init__(self, message: str, *, code: str) -> None:
+    def __init__(self, message: str, *, code: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.retry_after_s = retry_after_s
+        """When the server thinks that it can, if it said so."""
 
     @property
     def exit_code(self) -> int:
         """2 if the server refused the request for good, else 1."""
         return EXIT_REFUSED if self.code in _REFUSALS else EXIT_ENVIRONMENT
+
+
+class Unreachable(ServerError):
+    """Nobody answers at the address, or the connection broke off."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="UNAVAILABLE")
 
 
 class CheckFailed(Exception):

@@ -51,7 +51,7 @@ def generate(
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     sampling = {name: value for name, value in options.items() if value is not None}
     with Client(url or address.find()) as client:
-        for piece in client.generate(text, adapter=adapter, max_tokens=max_tokens, sampling=sampling):
+        for piece in client.stream(text, adapter=adapter, max_tokens=max_tokens, sampling=sampling):
             typer.echo(piece, nl=False)
             sys.stdout.flush()
     typer.echo()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lora_slots.client import ROUTER, Client
+from lora_slots.client import ONCE, ROUTER, Client
 from lora_slots.errors import ServerError
 from lora_slots.stack import StubDied, TritonServer
 
@@ -57,9 +57,8 @@ def answers(url: str) -> bool:
 
     def ask() -> None:
         try:
-            with Client(url) as client:
-                for _ in client.generate("x", max_tokens=1):
-                    pass
+            with Client(url, retry=ONCE) as client:
+                client.generate("x", max_tokens=1)
             got.set()
         except ServerError:
             return
@@ -73,7 +72,7 @@ def after_reload(server: TritonServer, model: str) -> None:
     if model == ROUTER:
         return
     try:
-        with Client(server.grpc_url) as client:
+        with Client(server.grpc_url, retry=ONCE) as client:
             client.operate("verify")
     except ServerError:
         return  # the slot manager is down itself; it starts with nothing in slots

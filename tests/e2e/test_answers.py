@@ -24,10 +24,10 @@ ROOT = Path(__file__).parents[2]
 def ask(url: str, answer: dict[str, Any], *, stream: bool = True, request_id: str | None = None) -> list[str]:
     """The pieces of one golden prompt's answer."""
     with Client(url) as client:
-        pieces = client.generate(
-            answer["text_input"], adapter=answer["adapter"], max_tokens=64, stream=stream, request_id=request_id
-        )
-        return list(pieces)
+        asked: dict[str, Any] = {"adapter": answer["adapter"], "max_tokens": 64, "request_id": request_id}
+        if not stream:
+            return [client.generate(answer["text_input"], **asked)]
+        return list(client.stream(answer["text_input"], **asked))
 
 
 def test_base_and_adapters_answer_as_transformers_and_peft(server: TritonServer, golden: list[dict[str, Any]]) -> None:
@@ -123,9 +123,9 @@ def test_a_request_id_that_runs_is_refused(server: TritonServer, golden: list[di
     """Two running requests cannot share an id; once the first is over the id is free again."""
     answer = next(entry for entry in golden if entry["adapter"] == "json")
     with Client(server.grpc_url) as client:
-        first = client.generate(answer["text_input"], adapter="json", max_tokens=64, request_id="twice")
+        first = client.stream(answer["text_input"], adapter="json", max_tokens=64, request_id="twice")
         next(first)
-        with pytest.raises(ServerError, match="lease twice is still running") as caught:
+        with pytest.raises(ServerError, match="twice is still running") as caught:
             ask(server.grpc_url, answer, request_id="twice")
         assert caught.value.code == "ALREADY_EXISTS"
         list(first)
@@ -154,8 +154,8 @@ def test_characters_split_over_tokens_come_out_whole(server: TritonServer) -> No
     """An answer with emoji streams without a replacement character."""
     prompt = "<|im_start|>user\nRepeat: 🦜🏴‍☠️ 你好 naïve<|im_end|>\n<|im_start|>assistant\n🦜🏴‍☠️ 你好 naïve\n🦜"
     with Client(server.grpc_url) as client:
-        text = "".join(client.generate(prompt, max_tokens=24))
-        whole = "".join(client.generate(prompt, max_tokens=24, stream=False))
+        text = "".join(client.stream(prompt, max_tokens=24))
+        whole = client.generate(prompt, max_tokens=24)
     assert text == whole
 
 

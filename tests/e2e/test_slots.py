@@ -97,7 +97,7 @@ def test_twelve_adapters_through_four_slots(
 
     def ask(name: str) -> str:
         with Client(crowded.grpc_url) as client:
-            return "".join(client.generate(given["text_input"], adapter=name, max_tokens=given["max_tokens"]))
+            return "".join(client.stream(given["text_input"], adapter=name, max_tokens=given["max_tokens"]))
 
     with Client(crowded.grpc_url) as client:
         client.operate("pin", adapter=pinned)

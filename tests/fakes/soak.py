@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fakes.fleet import MAX_TOKENS, PROMPT, Member
-from lora_slots.client import Client
+from lora_slots.client import ONCE, Client
 from lora_slots.errors import ServerError
 from lora_slots.stack import TritonServer
 from lora_slots.text import Tokenizer
@@ -48,16 +47,13 @@ def soak(
 
     def client(number: int) -> None:
         chance = random.Random(seed * 1000 + number)
-        with Client(server.grpc_url) as connection:
+        with Client(server.grpc_url, retry=ONCE) as connection:  # every error shall be seen
             while time.monotonic() < until:
                 member = chance.choices(fleet, weights)[0]
                 began = time.monotonic()
                 try:
-                    text = "".join(
-                        connection.generate(
-                            PROMPT, adapter=member.name, max_tokens=MAX_TOKENS, end_id=-1, request_id=uuid.uuid4().hex
-                        )
-                    )
+                    pieces = connection.stream(PROMPT, adapter=member.name, max_tokens=MAX_TOKENS, end_id=-1)
+                    text = "".join(pieces)
                 except ServerError as error:
                     with lock:
                         outcome.errors[f"{error.code} {error}"[:160]] += 1
