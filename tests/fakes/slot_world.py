@@ -205,7 +205,10 @@ class World:
         for adapter in in_slot:
             other.handle(Pinned(adapter.digest), 0.0)
             assert _climbs(other, adapter.digest), "the pins have their slots"
-        other.handle(Warmed(digest), 1.0)
+        try:
+            other.handle(Warmed(digest), 1.0)
+        except EventRefused:  # too large for what is left
+            return False
         return _climbs(other, digest)
 
     def _promoted_to_disk(self, adapter: str) -> None:
