@@ -40,23 +40,14 @@ COMMAND = str(Path(sys.executable).parent / "lora-slots")
 
 HIDDEN, KV, INTER, LAYERS = 4096, 1024, 14336, 32
 DIMS = {
-    "self_attn.q_proj": (HIDDEN, HIDDEN),
-    "self_attn.k_proj": (HIDDEN, KV),
-    "self_attn.v_proj": (HIDDEN, KV),
+    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (HIDDEN, KV), "self_attn.v_proj": (HIDDEN, KV),
     "self_attn.o_proj": (HIDDEN, HIDDEN),
-    "mlp.gate_proj": (HIDDEN, INTER),
-    "mlp.up_proj": (HIDDEN, INTER),
-    "mlp.down_proj": (INTER, HIDDEN),
-}
+    "mlp.gate_proj": (HIDDEN, INTER), "mlp.up_proj": (HIDDEN, INTER), "mlp.down_proj": (INTER, HIDDEN),
+}  # fmt: skip
 BASE = {
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
+    "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INTER, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
 
 TORCH_SCRIPT = textwrap.dedent(
     """
@@ -124,11 +115,8 @@ def make_adapter(case: Case, folder: Path) -> float:
             d_in, d_out = DIMS[module]
             for letter, shape in (("A", (case.rank, d_in)), ("B", (d_out, case.rank))):
                 values = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
-                bits = (
-                    values.view(np.uint32) >> 16
-                    if case.dtype == "bfloat16"
-                    else values.astype(np.float16).view(np.uint16)
-                )
+                halves = values.astype(np.float16).view(np.uint16)
+                bits = values.view(np.uint32) >> 16 if case.dtype == "bfloat16" else halves
                 blob = bits.astype(np.uint16).tobytes()
                 key = f"base_model.model.model.layers.{layer}.{module}.lora_{letter}.weight"
                 kind = "BF16" if case.dtype == "bfloat16" else "F16"
