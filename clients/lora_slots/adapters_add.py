@@ -57,10 +57,7 @@ def add(
         raise UsageError("--alias goes with --canary PERCENT; `adapters promote … --alias` moves more")
     key = read_private_key(sign) if sign else None
     with refusals(), examined(source, endpoint) as found:
-        version = {
-            "digest": found.digest,
-            "path": path_for(source if found.folder is None else str(found.folder), home),
-        }
+        version = {"digest": found.digest, "path": path_for(found.place, home)}
         version |= found.facts
         version |= {"base_model": base_model} if base_model else {}
         given = key.sign(found.digest) if key else signature

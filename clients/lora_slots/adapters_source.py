@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ class Found:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """base_model, rank, target_modules and signature, as far as it says."""
     folder: Path | None = None
-    """Where its files are on this machine; None: nothing but its manifest was read."""
+    """Where its files are while it is examined; None: nothing but its manifest was read."""
+    place: str = ""
+    """Where it is: the URL, or the directory of the bundle or adapter itself."""
     bundle: Bundle | None = None
 
 
@@ -54,10 +56,10 @@ def examined(place: str, endpoint_url: str | None = None, *, whole: bool = False
         content = source.look(Transfer())
         if content.manifest is not None and not whole:
             manifest = json.loads(content.manifest)
-            yield Found(str(content.digest), "bundle", facts_of_bundle(manifest))
+            yield Found(str(content.digest), "bundle", facts_of_bundle(manifest), place=place)
             return
         with tempfile.TemporaryDirectory(prefix="lora-slots-adapter-") as folder:
-            yield _fetched(source, content, Path(folder))
+            yield replace(_fetched(source, content, Path(folder)), place=place)
     except TierError as error:
         raise (UsageError if error.transient else Refused)(str(error)) from None
     except (BundleError, ValueError) as error:
@@ -108,10 +110,10 @@ def _local(path: Path) -> Found:
         source = Stores().source(str(path.resolve()))
         files = source.look(Transfer()).files
         digest = source_digest({file.name: file_sha256(path / file.name) for file in files})
-        return Found(digest, "peft", facts_of_peft(_config(path)), path)
+        return Found(digest, "peft", facts_of_peft(_config(path)), path, str(path))
     bundle = find_bundle(path)
     bundle.verify()
-    return Found(bundle.digest, "bundle", facts_of_bundle(bundle.manifest), bundle.path, bundle)
+    return Found(bundle.digest, "bundle", facts_of_bundle(bundle.manifest), bundle.path, str(bundle.path), bundle)
 
 
 def _fetched(source: Source, content: Content, folder: Path) -> Found:
@@ -119,7 +121,7 @@ def _fetched(source: Source, content: Content, folder: Path) -> Found:
     if content.manifest is None:
         return Found(digest, "peft", facts_of_peft(_config(folder)), folder)
     bundle = open_bundle(folder)
-    return Found(digest, "bundle", facts_of_bundle(bundle.manifest), folder, bundle)
+    return Found(digest, "bundle", facts_of_bundle(bundle.manifest), folder, bundle=bundle)
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

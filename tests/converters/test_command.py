@@ -16,6 +16,7 @@ from fakes.peft_files import CONFIG, LLAMA, PREFIX, llama_tensors, write_adapter
 
 from lora_slots.convert_command import main
 from trtllm_lora import find_bundle
+from trtllm_lora.signing import check_signature, new_key
 
 COMMAND = [str(Path(sys.executable).parent / "lora-slots"), "convert"]
 
@@ -283,3 +284,23 @@ def test_names_cannot_steer_the_terminal(base: Path, tmp_path: Path, capsys: Any
     said = streams.out.replace(str(tmp_path), "") + streams.err
     assert "\\x1b[31m" in said
     assert all(c.isprintable() or c == "\n" for c in said)
+
+
+def test_sign(good: Path, base: Path, tmp_path: Path, capsys: Any) -> None:
+    """The bundle is signed, one that was there unsigned too; a key that cannot be used is told before the work."""
+    key = new_key(tmp_path / "k")
+    words = [str(good), "--base", str(base), "--out", str(tmp_path / "o"), "--dtype", "float16"]
+    assert main(words) == 0
+    assert find_bundle(tmp_path / "o").signature is None
+    assert main([*words, "--sign", str(tmp_path / "k"), "--json"]) == 0
+    bundle = find_bundle(tmp_path / "o")
+    bundle.verify()
+    check_signature(bundle.digest, bundle.signature, {key.public.id: key.public})
+    told = capsys.readouterr().out
+    assert json.loads(told[told.index("{") :])["bundle"]["signature"] == bundle.signature
+    (tmp_path / "k").chmod(0o644)
+    assert main([*words[:-3], str(tmp_path / "p"), "--sign", str(tmp_path / "k")]) == 1
+    assert "others may read this private key" in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+    assert main([*words, "--check", "--sign", str(tmp_path / "k")]) == 1
+    assert "--sign signs a bundle that was written" in capsys.readouterr().err
