@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.variants import golden_variants
 
 from lora_slots import examples
 from lora_slots.base_model import ensure_base_model
@@ -53,6 +54,17 @@ def server(prepared: Prepared) -> Iterator[TritonServer]:
     """A running stack with the default bounds and a quick timer."""
     with running(prepared, router={"tick_s": "0.2"}) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def variants(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """The answers of transformers and peft of twelve more adapters, by name: as `golden`, with example and seed."""
+    given = golden_variants()
+    common = {"text_input": given["text_input"], "max_tokens": given["max_tokens"]}
+    return {
+        entry["name"]: {**entry, **common, "adapter": entry["name"], "text": tokenizer.decode(entry["tokens"])}
+        for entry in given["variants"]
+    }
 
 
 @pytest.fixture(scope="session")

@@ -67,8 +67,11 @@ class FaultyProxy:
 
 
 @contextmanager
-def between(host: str, port: int, tls: ssl.SSLContext | None = None) -> Iterator[FaultyProxy]:
-    """A proxy in front of host:port, for as long as the block runs; with `tls` clients speak HTTPS to it."""
+def between(host: str, port: int, tls: ssl.SSLContext | None = None, at: int = 0) -> Iterator[FaultyProxy]:
+    """A proxy in front of host:port, for as long as the block runs, on port `at` if that is given.
+
+    With `tls` clients speak HTTPS to it.
+    """
     proxy = FaultyProxy((host, port), tls=tls)
 
     class Handler(socketserver.BaseRequestHandler):
@@ -84,8 +87,9 @@ def between(host: str, port: int, tls: ssl.SSLContext | None = None) -> Iterator
         daemon_threads = True
         block_on_close = True
         request_queue_size = 64
+        allow_reuse_address = True
 
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", at), Handler) as server:
         proxy.port = server.server_address[1]
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
@@ -98,7 +102,7 @@ def between(host: str, port: int, tls: ssl.SSLContext | None = None) -> Iterator
 
 
 def _serve(client: socket.socket, proxy: FaultyProxy) -> None:
-    while head := _head(client):
+    while (head := _head(client)) and not proxy.stopping.is_set():
         fault = proxy.pick(head)
         if fault and fault.kind == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
