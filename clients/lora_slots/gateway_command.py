@@ -68,7 +68,8 @@ def gateway(
         max_body_bytes=max_body_bytes,
         s3_endpoint_url=s3_endpoint_url,
     )
-    uvloop.run(serve(settings, typer.echo))
+    number = uvloop.run(serve(settings, typer.echo))
+    raise typer.Exit(128 + number if number else 0)
 
 
 def _log_json(structlog: Any) -> None:

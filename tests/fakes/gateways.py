@@ -8,12 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a gateway that was told to stop, and did."""
 _AT = re.compile(r"on (http://\S+)")
 
 
@@ -26,12 +29,17 @@ class RunningGateway:
     admin_url: str
     log: Path
     """What it wrote to stderr, a JSON object per line."""
-    pid: int
+    process: subprocess.Popen[str]
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
 
 
 @contextmanager
 def gateway(grpc_url: str, log: Path, *options: str) -> Iterator[RunningGateway]:
-    """Serve inside the block, on ports of its own; stopped by SIGTERM after it, which must end it with code 0."""
+    """Serve inside the block, on ports of its own; stopped by SIGTERM after it, in order."""
     command = [sys.executable, "-c", "from lora_slots.cli import main; main()", "gateway", "--url", grpc_url]
     with (
         log.open("w") as err,
@@ -43,9 +51,9 @@ def gateway(grpc_url: str, log: Path, *options: str) -> Iterator[RunningGateway]
         try:
             found = [match[1] for _ in range(2) if (match := _AT.search(process.stdout.readline()))]
             assert len(found) == 2, log.read_text()
-            yield RunningGateway(found[0].removesuffix("/v1"), found[1], log, process.pid)
+            yield RunningGateway(found[0].removesuffix("/v1"), found[1], log, process)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=30) == STOPPED
         finally:
             process.kill()
 
@@ -81,3 +89,11 @@ def ask(
         return Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
     finally:
         connection.close()
+
+
+def until(what: str, holds: Callable[[], bool]) -> None:
+    """Look again until it holds, for a minute at most."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)

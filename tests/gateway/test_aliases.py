@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fakes.gateways import RunningGateway, ask
+from fakes.gateways import RunningGateway, ask, until
 
 from adapter_slots.registry_changes import remove_alias, set_alias
 from adapter_slots.registry_entries import Alias, Content, Entry
@@ -49,9 +49,7 @@ def half(prepared: Prepared, door: RunningGateway) -> Iterator[None]:
     """An alias of two adapters, known to the gateway."""
     home = home_of(prepared.registry)
     change(home, "test", lambda doc: set_alias(doc, "half", {"json": 50, "robot": 50}))
-    for _ in range(600):
-        if ask(door.url, "/v1/models/half").status == 200:
-            break
+    until("known", lambda: ask(door.url, "/v1/models/half").status == 200)
     yield
     change(home, "test", lambda doc: remove_alias(doc, "half"))
 

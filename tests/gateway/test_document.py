@@ -15,7 +15,7 @@ from schemathesis.generation import GenerationMode
 
 pytestmark = pytest.mark.triton
 CASES = settings(
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),

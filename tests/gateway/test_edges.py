@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.gateways import RunningGateway, ask, gateway
+from fakes.gateways import RunningGateway, ask, gateway, until
 
 from lora_slots.client import Client
 from lora_slots.errors import ServerError
@@ -114,8 +114,7 @@ def test_the_log_has_every_request_and_no_prompt(door: RunningGateway, tmp_path:
     assert {"time", "route", "status", "ttft_ms", "seconds", "completion_tokens"} <= set(lines["logged-1"])
     (tmp_path / "log").write_text("".join(line for line in text.splitlines(keepends=True) if '"digest"' in line))
     read = read_log(tmp_path / "log", 1.0)
-    assert {"pirate@1"} <= {request.adapter for request in read}
-    assert all(request.ttft_ms for request in read if request.seconds)
+    assert any(request.adapter == "pirate@1" and request.ttft_ms for request in read)
 
 
 def leases(server: TritonServer, name: str) -> int:
@@ -123,14 +122,6 @@ def leases(server: TritonServer, name: str) -> int:
     with Client(server.grpc_url) as client:
         states = {a["name"].partition("@")[0]: a for a in client.operate("status")["adapters"]}
         return int(states[name]["leases"] + states[name]["waiting"]) if name in states else 0
-
-
-def until(what: str, holds: Any) -> None:
-    """Look again until it holds; the test's own time limit ends it otherwise."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -132,7 +132,7 @@ def content(*entries: Entry, **aliases: dict[str, float]) -> Content:
 
 REGISTRY = content(
     entry("pirate"), entry("pirate", version=2), entry("acme-mail"), entry("acme-chat"), entry("bolt-mail"),
-    entry("vault", frozenset({"bolt"})), prod={"pirate@1": 50.0, "pirate@2": 50.0}, door={"vault": 100.0},
+    entry("vault", frozenset({"bolt"})), prod={"pirate@1": 40.0, "pirate@2": 60.0}, door={"vault": 100.0},
 )  # fmt: skip
 ACME = Tenant("acme", ("acme-*", "pirate", "vault", "door"))
 BOLT = Tenant("bolt", ("bolt-mail", "door"), base=False)

@@ -16,8 +16,6 @@ from lora_slots.gateway.choice import TokenLogProb
 from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.errors import ApiError
 from lora_slots.gateway.generation import Generation
-from lora_slots.gateway.jobs import Job
-from lora_slots.gateway.record import Record
 from lora_slots.gateway.wire import DONE, Answered, ChatWire, CompletionWire, Usage, Wire, error_event
 
 log = structlog.get_logger("lora_slots.gateway")
@@ -36,11 +34,10 @@ STREAM_HEADERS = [
 class GenerationResponse(Response):
     """Answers a request from its generation. Errors before the first byte have a status, later ones an event."""
 
-    def __init__(
-        self, gateway: Gateway, generation: Generation, job: Job, record: Record, wire: type[ChatWire | CompletionWire]
-    ) -> None:
+    def __init__(self, gateway: Gateway, generation: Generation, wire: type[ChatWire | CompletionWire]) -> None:
         super().__init__()
-        self._gateway, self._generation, self._job, self._record = gateway, generation, job, record
+        self._gateway, self._generation = gateway, generation
+        self._job, self._record = generation.job, generation.record
         self._kind = wire
         self._begun = False
         self._sends = self._sent = 0

@@ -79,46 +79,39 @@ class Gateway:
             raise unknown(model, self.names(tenant))
         return target
 
-    async def chat(self, body: ChatBody) -> Job:
-        """The job of a conversation. Raises ApiError."""
+    async def generation(
+        self, body: ChatBody | CompletionBody, record: Record, headers: Mapping[str, str]
+    ) -> Generation:
+        """One request, not begun. Raises ApiError: no such model, a wrong field, a limit that is reached."""
+        caller = record.caller or Caller(None)
+        key = headers.get(SESSION_HEADER) or body.user or caller.key_id
+        draw = _chance.random()
+
+        def resolve_now() -> Target:
+            return self.find(body.model, caller.tenant, key=key, draw=draw)
+
+        resolve_now()
+        cold = headers.get(COLD_HEADER)
+        if cold is not None and cold not in COLD:
+            raise invalid(f"{COLD_HEADER}: must be one of {', '.join(COLD)}", COLD_HEADER)
+        job = await (self._chat(body) if isinstance(body, ChatBody) else self._completion(body))
+        if caller.tenant is not None:
+            self.limits.prompt(caller.tenant, job.prompt_tokens)
+        record.prompt_tokens = job.prompt_tokens
+        record.prompt_hash = prompt_hash(job)
+        return Generation(self.door, self.limits, self.tokenizer, job, resolve_now, cold, self.base, record)
+
+    async def _chat(self, body: ChatBody) -> Job:
         check_count(1, body.n)
-        text = chat_text(body, self.tokenizer)
-        ids = await self._encode(text, add_special_tokens=False)
+        ids = await self._encode(chat_text(body, self.tokenizer), add_special_tokens=False)
         return chat_job(body, ids, self.tokenizer, self.facts, new_seed())
 
-    async def completion(self, body: CompletionBody) -> Job:
-        """The job of prompts. Raises ApiError."""
+    async def _completion(self, body: CompletionBody) -> Job:
         check_count(len(body.prompt), body.n)
         prompts = [
             await self._encode(one, add_special_tokens=True) if isinstance(one, str) else one for one in body.prompt
         ]
         return completion_job(body, prompts, self.tokenizer, self.facts, new_seed())
-
-    def generation(
-        self, job: Job, body: ChatBody | CompletionBody, record: Record, headers: Mapping[str, str]
-    ) -> Generation:
-        """One request, not begun. Raises ApiError: no such model, a limit is reached, a wrong header."""
-        caller = record.caller or Caller(None)
-        key = headers.get(SESSION_HEADER) or body.user or caller.key_id
-        draw = _chance.random()
-        self.find(body.model, caller.tenant, key=key, draw=draw)  # a refusal comes before anything is counted
-        cold = headers.get(COLD_HEADER)
-        if cold is not None and cold not in COLD:
-            raise invalid(f"{COLD_HEADER}: must be one of {', '.join(COLD)}", COLD_HEADER)
-        if caller.tenant is not None:
-            self.limits.prompt(caller.tenant, job.prompt_tokens * job.n)
-        record.prompt_tokens = job.prompt_tokens
-        record.prompt_hash = prompt_hash(job)
-        return Generation(
-            self.door,
-            self.limits,
-            self.tokenizer,
-            job,
-            lambda: self.find(body.model, caller.tenant, key=key, draw=draw),
-            cold,
-            self.base,
-            record,
-        )
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) < _LONG_TEXT:

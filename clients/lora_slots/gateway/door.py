@@ -53,6 +53,9 @@ INPUTS: Mapping[str, str] = {
 _FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 WINDOWS = Configuration(http2_connection_window_size=2**31 - 1, http2_stream_window_size=2**20)
 """A client that does not read holds up its own stream, after a megabyte of tokens, and never the whole connection."""
+END_AGAIN_S = (0.25, 0.5, 1, 2, 4, 8, 16)
+"""Waits before a lease is given back once more to a server that cannot be reached: nothing is lost by telling twice."""
+CLOSE_S = 5.0
 _SERVICE = "/inference.GRPCInferenceService"
 
 
@@ -87,7 +90,9 @@ class Door:
     async def close(self) -> None:
         """Wait for leases that are being given back, then close the connection."""
         if self._ends:
-            await asyncio.wait(self._ends, timeout=5)
+            await asyncio.wait(self._ends, timeout=CLOSE_S)
+        for task in self._ends:
+            task.cancel()
         self._channel.close()
 
     async def ready(self) -> bool:
@@ -226,10 +231,15 @@ class Door:
             raise ServerError(f"no connection to the server at {self.url}: {error}", code="UNAVAILABLE") from None
 
     async def _end(self, lease_id: str, tokens: int) -> None:
-        try:
-            await self.operate("end", request_id=lease_id, tokens=tokens)
-        except ServerError as error:
-            log.warning("lease not given back, its deadline ends it", lease=lease_id, why=str(error))
+        for wait_s in END_AGAIN_S:
+            try:
+                await self.operate("end", request_id=lease_id, tokens=tokens)
+            except ServerError as error:
+                why = error
+            else:
+                return
+            await asyncio.sleep(wait_s)
+        log.warning("lease not given back, its deadline ends it", lease=lease_id, why=str(why))
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

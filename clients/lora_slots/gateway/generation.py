@@ -57,7 +57,7 @@ class Generation:
             cold: the request's wish for a cold adapter; None: the adapter's own.
             base: name of the base model.
         """
-        self._door, self._limits, self._tokenizer, self._job = door, limits, tokenizer, job
+        self._door, self._limits, self.job = door, limits, job
         self._resolve, self._cold, self._base, self.record = resolve, cold, base, record
         self._lease: Lease | None = None
         self._pieces: AsyncGenerator[Placed, None] | None = None
@@ -100,7 +100,7 @@ class Generation:
 
     async def texts(self) -> AsyncGenerator[tuple[Choice, str], None]:
         """Pieces of the answers as they come; a choice that has ended says so. Raises ApiError."""
-        n, running = self._job.n, len(self.choices)
+        n, running = self.job.n, len(self.choices)
         placed, pieces = self._first, self._pieces
         try:
             while placed is not None and pieces is not None:
@@ -123,7 +123,7 @@ class Generation:
 
     async def _start(self) -> Placed | None:
         self._lease = await self._acquire()
-        self._pieces = self._one_prompt(0) if len(self._job.prompts) == 1 else self._all_prompts()
+        self._pieces = self._one_prompt(0) if len(self.job.prompts) == 1 else self._all_prompts()
         return await anext(self._pieces, None)
 
     async def _acquire(self) -> Lease:
@@ -149,7 +149,7 @@ class Generation:
         self.record.adapter, self.record.digest = entry.ref, entry.digest
         cold = self._cold or entry.cold or "wait"
         lease_id = f"{self.record.request_id}/{secrets.token_hex(4)}"  # two requests may have one id
-        tokens = self._job.max_tokens * len(self.choices)
+        tokens = self.job.max_tokens * len(self.choices)
         if tenant is None:
             lease = await self._door.lease(entry.ref, lease_id, max_tokens=tokens, cold=cold)
         else:
@@ -166,7 +166,7 @@ class Generation:
         return lease
 
     async def _one_prompt(self, index: int) -> AsyncGenerator[Placed, None]:
-        job, lease = self._job, self._lease
+        job, lease = self.job, self._lease
         pieces = self._door.generate(
             job.prompts[index],
             job.values,
@@ -192,7 +192,7 @@ class Generation:
             except ServerError as error:
                 news.put_nowait(error)
 
-        tasks = [asyncio.ensure_future(follow(index)) for index in range(len(self._job.prompts))]
+        tasks = [asyncio.ensure_future(follow(index)) for index in range(len(self.job.prompts))]
         try:
             running = len(tasks)
             while running:

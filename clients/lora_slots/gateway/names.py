@@ -11,6 +11,7 @@ import bisect
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from adapter_slots.errors import UnknownAdapter
@@ -88,24 +89,30 @@ def allowed(content: Content, base: str, tenant: Tenant | None) -> list[str]:
     return sorted(names)
 
 
-def model_object(content: Content, base: str, name: str, created: int) -> dict[str, Any]:
-    """OpenAI's model object of a name that there is; `root` says what it leads to, `parent` is the base."""
-    entry = content.entries.get(name)
-    alias = content.aliases.get(name)
-    if alias is not None:
-        root = content.resolve(max(alias.targets, key=lambda target: (alias.targets[target], target))).ref
-    elif entry is not None:
-        root = entry.ref
-    else:
-        root = base if name in (base, BASE_NAME) else name
+def model_object(content: Content, base: str, name: str, started: int) -> dict[str, Any]:
+    """OpenAI's model object of a name that there is.
+
+    `root` says what it leads to (an alias: its heaviest target), `parent` is the base. `started`, in seconds since
+    1970, stands for a time of making that the registry does not have.
+    """
+    is_base = name in (base, BASE_NAME)
+    known = name in content.entries or name in content.aliases
+    entry = None if is_base else content.resolve(name if known else name.removeprefix(f"{base}:"))
     return {
         "id": name,
         "object": "model",
-        "created": created,
+        "created": _seconds(entry.created, started) if entry else started,
         "owned_by": OWNER,
-        "root": root,
-        "parent": None if name in (base, BASE_NAME) else base,
+        "root": entry.ref if entry else base,
+        "parent": None if is_base else base,
     }
+
+
+def _seconds(created: str | None, otherwise: int) -> int:
+    try:
+        return int(datetime.fromisoformat(created or "").timestamp())
+    except ValueError:
+        return otherwise
 
 
 def _entries(content: Content, name: str) -> Sequence[Entry]:

@@ -31,17 +31,13 @@ def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) 
     async def chat_completions(request: Request) -> Response:
         record = admit(gateway, request)
         body = read_body(ChatBody, await read_json(request, gateway.max_body_bytes))
-        job = await gateway.chat(body)
-        generation = gateway.generation(job, body, record, request.headers)
-        return GenerationResponse(gateway, generation, job, record, ChatWire)
+        return GenerationResponse(gateway, await gateway.generation(body, record, request.headers), ChatWire)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionBody, streams=True))
     async def completions(request: Request) -> Response:
         record = admit(gateway, request)
         body = read_body(CompletionBody, await read_json(request, gateway.max_body_bytes))
-        job = await gateway.completion(body)
-        generation = gateway.generation(job, body, record, request.headers)
-        return GenerationResponse(gateway, generation, job, record, CompletionWire)
+        return GenerationResponse(gateway, await gateway.generation(body, record, request.headers), CompletionWire)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import uvicorn
 from adapter_slots.registry import Registry
 from lora_slots.client import ROUTER
 from lora_slots.direct import ENGINE
-from lora_slots.errors import UsageError
+from lora_slots.errors import ServerError, UsageError
 from lora_slots.gateway.admin import admin_app
 from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.door import Door
@@ -29,6 +29,7 @@ from lora_slots.text import Tokenizer
 from trtllm_lora import EngineShape
 
 log = structlog.get_logger("lora_slots.gateway")
+PREPROCESSING = "preprocessing"
 REFRESH_S = 1.0
 STOP_S = 10
 """Seconds a stop waits for streams that run."""
@@ -65,9 +66,12 @@ async def open_gateway(settings: Settings) -> Gateway:
     try:
         engine_says = await door.parameters(ENGINE)
         router_says = await door.parameters(ROUTER)
+        text_says = await _parameters_if_there(door, PREPROCESSING)
         engine = _place(settings.engine, engine_says.get("gpt_model_path"), "--engine", "the engine's directory")
         registry = _registry(settings.registry, router_says.get("registry"))
-        tokenizer = _place(settings.tokenizer, router_says.get("base_dir"), "--tokenizer", "the tokenizer's directory")
+        tokenizer = _place(
+            settings.tokenizer, text_says.get("tokenizer_dir"), "--tokenizer", "the tokenizer's directory"
+        )
         limits = EngineShape.from_engine_config(engine).request_limits
         gateway = Gateway(
             door,
@@ -83,6 +87,13 @@ async def open_gateway(settings: Settings) -> Gateway:
         await door.close()
         raise
     return gateway
+
+
+async def _parameters_if_there(door: Door, model: str) -> Mapping[str, str]:
+    try:
+        return await door.parameters(model)
+    except ServerError:  # a server for direct clients alone has no text steps
+        return {}
 
 
 def _refuse_open_doors(settings: Settings, tenants: TenantsSource | None) -> None:
@@ -163,8 +174,16 @@ def _server(app: Any) -> _Server:
     )
 
 
-async def serve(settings: Settings, say: Callable[[str], object]) -> None:
-    """Serve until SIGINT or SIGTERM; `say` is told where. A second signal ends running streams."""
+async def _end_requests(servers: Iterable[_Server]) -> None:
+    """Cancel requests that a stop did not wait for, so that they give their leases back while there is a connection."""
+    left = [task for server in servers for task in server.server_state.tasks]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+async def serve(settings: Settings, say: Callable[[str], object]) -> int:
+    """Serve until SIGINT or SIGTERM, and return its number; `say` is told where. A second one ends running requests."""
     gateway = await open_gateway(settings)
     following = asyncio.ensure_future(follow_registry(gateway.registry))
     try:
@@ -174,16 +193,23 @@ async def serve(settings: Settings, say: Callable[[str], object]) -> None:
                 _server(admin_app(gateway, settings.admin_host, settings.s3_endpoint_url)): admin,
             }
 
-            def stop() -> None:
+            told: list[int] = []
+
+            def stop(number: int) -> None:
+                told.append(number)
                 for server in servers:
-                    server.force_exit = server.should_exit
+                    if server.should_exit:
+                        for task in server.server_state.tasks:
+                            task.cancel()
                     server.should_exit = True
 
             for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, stop)
+                asyncio.get_running_loop().add_signal_handler(number, stop, number)
             say(f"serving {gateway.base} and {len(gateway.registry.entries)} adapters on {url_of(door)}/v1")
             say(f"administration on {url_of(admin)}")
             await asyncio.gather(*(server.serve([opened]) for server, opened in servers.items()))
+            await _end_requests(servers)
+            return told[0] if told else 0
     finally:
         following.cancel()
         await gateway.door.close()
