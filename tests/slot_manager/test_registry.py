@@ -51,7 +51,7 @@ adapters:
     - {version: 7, digest: d7, path: /data/d7}
 last_versions: {ant: 5}
 """
-SCHEMA_FILE = Path(__file__).parents[2] / "docs" / "adapters.schema.json"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -236,7 +236,18 @@ def test_an_unknown_name_among_thousands_is_answered_in_bounded_work(tmp_path: P
 
 def test_the_published_schema_is_current() -> None:
     """docs/adapters.schema.json is what the program says (`lora-slots adapters schema`)."""
-    assert json.loads(SCHEMA_FILE.read_text()) == schema()
+    assert json.loads((DOCS / "adapters.schema.json").read_text()) == schema()
+
+
+def test_the_documented_file_is_one(tmp_path: Path) -> None:
+    """docs/registry.md shows a registry that a server takes."""
+    text = re.search(r"```yaml\n(.*?)```", (DOCS / "registry.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert text is not None
+    new_key(tmp_path / "release.key")
+    (tmp_path / FILE_NAME).write_text(text[1], encoding="utf-8")
+    registry = Registry(tmp_path / FILE_NAME)
+    assert (registry.resolve("support-bot").version, registry.resolve("support-bot@2").is_remote) == (1, True)
+    jsonschema_rs.validate(dict(schema()), as_json(Document(text[1]).data))
 
 
 def test_the_full_file_is_of_the_schema(full: Path) -> None:
