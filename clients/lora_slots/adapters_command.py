@@ -193,7 +193,7 @@ def _registry(place: str | None, endpoint: str | None, base_model: str | None = 
 def _entries(registry: Registry, names: list[str], every: bool) -> list[Entry]:
     content = registry.content
     if not names:
-        return list(content.all_entries() if every else content.serving().values())
+        return list(content.all_entries() if every else content.serving.values())
     found: dict[str, Entry] = {}
     for name in names:
         alias = content.aliases.get(name)

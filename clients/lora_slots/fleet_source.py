@@ -28,14 +28,14 @@ def from_bundles(folder: Path, shape: EngineShape) -> Fleet:
 
 
 def from_registry(file: Path, shape: EngineShape) -> Fleet:
-    """The current version of every adapter in `adapters.yaml`.
+    """The versions in `adapters.yaml` that are served: current ones, and targets of aliases.
 
     Raises:
         Refused: bundles that are missing or do not fit. RegistryError: the file is broken.
     """
     from adapter_slots.registry import Registry
 
-    entries = Registry(file).entries.values()
+    entries = Registry(file).content.serving.values()
     if not entries:
         raise Refused(f"{file}: no adapters in it")
     return _fleet([Path(entry.path) / CONFIG_FILE for entry in entries], shape)

@@ -55,6 +55,8 @@ def status(url: Url = None, as_json: Json = False) -> None:
     )
     if answer["draining"]:
         console.print("draining: nothing new is granted; `slots drain --off` takes it back", highlight=False)
+    for name, why in answer["pins_refused"].items():
+        console.print(f"{name} should be pinned and is not: {why}", highlight=False)
     if answer["registry_problem"]:
         console.print(f"registry broken, the last good one is in use: {answer['registry_problem']}", highlight=False)
 

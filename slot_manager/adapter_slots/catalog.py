@@ -68,7 +68,7 @@ class Catalog:
         """Name, or `adapter@version`, of a task id. Raises UnknownAdapter."""
         if not self._names:
             content = self._registry.content
-            for entry in [*content.all_entries(), *content.serving().values()]:  # those that serve have the last word
+            for entry in [*content.all_entries(), *content.serving.values()]:  # those that serve have the last word
                 self._names[self._task_ids.get(entry.digest) or task_id_for(entry.digest)] = self.label(entry)
         name = self._names.get(task_id)
         if name is None:
@@ -106,14 +106,14 @@ class Catalog:
 
     def leads_to(self, digest: str) -> bool:
         """Whether a name without a version leads to this digest."""
-        return digest in self._registry.content.serving()
+        return digest in self._registry.content.serving
 
     def changed(self) -> Renewal:
         """The registry was read anew: forget refusals, and look again at what it says otherwise now."""
         self._refused.clear()
         self._names = {}
         content = self._registry.content
-        serving = content.serving()
+        serving = content.serving
         named = {entry.digest for entry in content.all_entries()}
         self._task_ids = {digest: task for digest, task in self._task_ids.items() if digest in named}
         relabelled = []

@@ -158,7 +158,8 @@ class Content:
             raise UnknownAdapter(self._unknown(name), adapter=name[:80])
         return entry
 
-    def serving(self) -> dict[str, Entry]:
+    @cached_property
+    def serving(self) -> Mapping[str, Entry]:
         """Digest -> entry of everything that a name without a version leads to: current ones and aliases' targets."""
         found = {entry.digest: entry for entry in self.entries.values()}
         for alias in self.aliases.values():

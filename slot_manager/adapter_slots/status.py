@@ -43,6 +43,7 @@ def explain(machine: SlotMachine, entry: Entry, verdict: str, now: float) -> dic
     return {
         "name": entry.name,
         "version": entry.version,
+        "base_model": entry.base_model,
         "digest": entry.digest,
         "source": entry.path,
         "verdict": verdict,

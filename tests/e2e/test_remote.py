@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import tritonclient.grpc as triton
 from fakes import seaweed
 from fakes.seaweed import Seaweed
 
-from adapter_slots.registry import publish_at
+from adapter_slots.registry import Registry, publish_at
 from adapter_slots.store import source_digest
 from lora_slots import examples
 from lora_slots.client import Client
@@ -25,6 +26,7 @@ from peft_to_trtllm import convert
 
 pytestmark = pytest.mark.triton
 CROWD = 1_000
+REGISTRY = "s3://adapters/fleet/adapters.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +51,26 @@ def upload(store: Seaweed, folder: Path, prefix: str) -> str:
 def remote(
     base: Path, engine: Path, store: Seaweed, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """A stack whose registry names a bundle, a raw adapter and a missing one, all in the store."""
+    """A stack whose registry names a bundle, a raw adapter and a missing one: all in the store, the registry too."""
     home = tmp_path_factory.mktemp("remote")
-    registry = home / "adapters.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**seaweed.environment(), "AWS_ENDPOINT_URL": store.url}.items():
+            patch.setenv(name, value)
+        publish_all(base, home, store)
+        patch.delenv("AWS_ENDPOINT_URL")
+        router = {"disk_dir": str(home / "disk"), "s3_endpoint_url": store.url, "tick_s": "0.2", "registry": REGISTRY}
+        with running(Prepared(base, engine, home), router={**router, "registry_refresh_s": "0.2"}) as made:
+            yield made
+
+
+def publish_all(base: Path, home: Path, store: Seaweed) -> None:
+    """Upload the adapters and write the registry."""
     bundle = convert(examples.adapters()["pirate"], base=base, out=home / "made", dtype="float32", name="pirate")
-    publish_at(registry, "pirate", bundle.digest, upload(store, bundle.path, "bundles/pirate"))
+    publish_at(REGISTRY, "pirate", bundle.digest, upload(store, bundle.path, "bundles/pirate"))
     raw = examples.adapters()["robot"]
     digest = source_digest({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in raw.iterdir()})
-    publish_at(registry, "robot", digest, upload(store, raw, "raw/robot"))
-    publish_at(registry, "ghost", "0" * 64, "s3://adapters/nothing/here")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in seaweed.environment().items():
-            patch.setenv(name, value)
-        router = {"disk_dir": str(home / "disk"), "s3_endpoint_url": store.url, "tick_s": "0.2"}
-        with running(Prepared(base, engine, registry), router=router) as made:
-            yield made
+    publish_at(REGISTRY, "robot", digest, upload(store, raw, "raw/robot"))
+    publish_at(REGISTRY, "ghost", "0" * 64, "s3://adapters/nothing/here")
 
 
 def test_a_thousand_requests_for_one_cold_adapter(remote: TritonServer, golden: list[dict[str, Any]]) -> None:
@@ -117,3 +124,16 @@ def test_an_adapter_the_store_lacks_is_refused_with_the_reason(remote: TritonSer
             client.generate("x", adapter="ghost", max_tokens=1)
         assert refused.value.code == "UNAVAILABLE"
         assert "no bundle.json" in client.operate("explain", adapter="ghost")["failure"]
+
+
+def test_a_change_in_the_store_is_seen(remote: TritonServer, store: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new name of what is there already is served without a restart."""
+    for name, value in {**seaweed.environment(), "AWS_ENDPOINT_URL": store.url}.items():
+        monkeypatch.setenv(name, value)
+    entry = Registry(REGISTRY).entries["pirate"]
+    publish_at(REGISTRY, "corsair", entry.digest, entry.path)
+    pause = threading.Event()
+    with Client(remote.grpc_url) as client:
+        while "corsair" not in client.operate("status")["known"]:
+            pause.wait(0.1)
+        assert client.operate("explain", adapter="corsair")["digest"] == entry.digest
