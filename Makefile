@@ -1,6 +1,6 @@
 # Everything runs in .venv, which is made on first use; nothing needs to be activated. Settings, all optional:
 #   PYTHON=python3.12   the interpreter .venv is made with (3.11 or 3.12)
-#   ARGS="..."          arguments for `make up` and `make test`
+#   ARGS="..."          arguments for `make up`, `make test` and `make ci-rehearsal`
 .DEFAULT_GOAL := help
 SHELL := /bin/sh
 PYTHON ?=
@@ -9,7 +9,8 @@ export PYTHON
 
 bin := .venv/bin
 checks := lint types arch docs-check test
-folders := engines converters slot_manager clients tests examples bench
+folders := engines converters slot_manager clients tests examples bench ci
+scripts = $(shell grep -rlE '^#!/(bin/sh|usr/bin/env bash)' .ci ci)
 
 # The stamps carry the checkout's path, which an editable install has inside too, so that a moved checkout installs anew.
 here := $(shell pwd | cksum | cut -d' ' -f1)
@@ -19,7 +20,7 @@ version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>
 made_with := $(call version,$(bin)/python)
 usable := $(if $(made_with),$(if $(PYTHON),$(filter $(made_with),$(call version,$(PYTHON))),yes))
 
-.PHONY: help setup up test check lint fix types arch docs docs-check bench soak lock clean list-checks again
+.PHONY: help setup up test check lint fix types arch docs docs-check bench ci-rehearsal soak lock clean list-checks again
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -37,9 +38,11 @@ check: $(checks) ## what CI runs: lint, types, arch, docs-check and test
 list-checks:
 	@echo $(checks)
 
-lint: $(dev) ## ruff: format and rules
+lint: $(dev) ## ruff: format and rules; shellcheck over the scripts, actionlint over the workflows
 	$(bin)/ruff format --check .
 	$(bin)/ruff check .
+	$(bin)/shellcheck -x $(scripts)
+	PATH="$(CURDIR)/$(bin):$$PATH" $(bin)/actionlint
 
 fix: $(dev) ## ruff, writing
 	$(bin)/ruff format .
@@ -61,6 +64,9 @@ bench: $(runtime) $(dev) ## measure what the router adds, how fast a conversion 
 	$(bin)/python bench/ensemble.py
 	$(bin)/python bench/convert.py
 	$(bin)/python bench/slots.py
+
+ci-rehearsal: $(runtime) $(dev) ## the jobs of the workflows, here: real S3, real Triton; engines in dry run
+	$(bin)/python ci/rehearse.py $(ARGS)
 
 soak: $(runtime) $(dev) ## ten minutes of load with more adapters than slots, every answer checked
 	$(bin)/python bench/soak.py $(ARGS)

@@ -14,7 +14,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -120,29 +119,58 @@ def first_release(it: Rehearsal, engine: Path, adapters: Sequence[Path], *, smal
         it.must("what is published is not published again", again == [])
 
 
+RESTART = """#!/bin/sh
+# Stands for `systemctl restart`: ends the server that runs, and starts one on the repository as it is now.
+cd "$(dirname "$0")"
+sh stop
+nohup lora-slots repo serve served/repository --log triton.log >serve.out 2>&1 </dev/null &
+echo $! >pid
+"""
+STOP = """#!/bin/sh
+cd "$(dirname "$0")"
+[ -f pid ] || exit 0
+kill -TERM "$(cat pid)" 2>/dev/null || exit 0
+while kill -0 "$(cat pid)" 2>/dev/null; do sleep 0.1; done
+"""
+
+
 @contextmanager
 def server(it: Rehearsal, engine: Path) -> Iterator[None]:
-    """The embedded stack on a rendered repository; its adapters come out of the store."""
-    it.job("server")
-    ports, models = seaweed.free_ports(8), it.work / "repository"
-    url = f"127.0.0.1:{ports['s3.port']}"
-    own = {"disk_dir": it.work / "disk", "registry_refresh_s": 0.5, "tick_s": 0.2}
-    words = [word for key, value in own.items() for word in ("--set", f"lora_router.{key}={value}")]
-    where = ("--registry", REGISTRY, "--grpc", url, "-o", models)
-    it.slots("repo", "render", PROFILE, "--engine", engine, *where, *words)
-    it.slots("repo", "check", models)
-    command = ["lora-slots", "repo", "serve", str(models), "--log", str(it.work / "triton.log")]
-    _say("$ " + shlex.join(command) + " &")
-    process = subprocess.Popen(command, env={**os.environ, **it.environment}, stdout=subprocess.PIPE, text=True)
+    """The embedded stack, put into service as an engine is; its adapters come out of the store."""
+    for name, text in (("restart", RESTART), ("stop", STOP)):
+        (it.work / name).write_text(text, encoding="utf-8")
+    it.environment |= {
+        "LORA_SLOTS_URL": f"127.0.0.1:{seaweed.free_ports(8)['s3.port']}",
+        "LORA_SLOTS_REGISTRY": REGISTRY,
+        "LORA_SLOTS_RESTART": f"sh {it.work / 'restart'}",
+        "LORA_SLOTS_RENDER": "--set lora_router.registry_refresh_s=0.5 --set lora_router.tick_s=0.2",
+    }
     try:
-        assert process.stdout is not None  # noqa: S101 - a pipe was asked for
-        line = process.stdout.readline()
-        it.must("the server is ready", line.startswith("ready:"))
-        it.environment |= {"LORA_SLOTS_URL": url, "LORA_SLOTS_REGISTRY": REGISTRY}
+        deploy_engine_job(it, engine, "first")
         yield
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
+        it.run("sh", it.work / "stop")
+
+
+def deploy_engine_job(it: Rehearsal, engine: Path, key: str, code: int = 0) -> None:
+    """Fetch, render, check, restart, pre-warm, gate. The reference engine stands there already: it is not published."""
+    it.job(f"deploy job of engine {key}")
+    served = it.work / "served"
+    served.mkdir(exist_ok=True)
+    (served / f"engine-{key}").symlink_to(engine)
+    it.run("ci/deploy-engine", PROFILE, f"{STORE}/engines/smollm2-135m/{key}", served, code=code)
+
+
+def a_broken_engine(it: Rehearsal, engine: Path) -> None:
+    """An engine that does not load is taken out of service again."""
+    broken = it.work / "broken"
+    shutil.copytree(engine, broken, symlinks=True)
+    (broken / "rank0.safetensors").unlink()
+    (broken / "rank0.safetensors").write_bytes(b"half")
+    it.environment["LORA_SLOTS_UP_S"] = "60"
+    deploy_engine_job(it, broken, "broken", code=1)
+    answer = it.slots("generate", "--adapter", "support", "--max-tokens", "24", "Who are you?")
+    it.must("the old engine serves again", "arr" in answer.lower())
 
 
 def deploy_job(it: Rehearsal, refs: Sequence[str], code: int = 0) -> None:
@@ -237,6 +265,8 @@ def rehearse(work: Path, *, small: bool) -> None:
         with server(it, engine):
             deploy_job(it, [f"{path.name}@1" for path in adapters])
             releases(it, engine, examples / "pirate", small=small)
+            if not small:
+                a_broken_engine(it, engine)
     it.job("rehearsed: everything held")
 
 

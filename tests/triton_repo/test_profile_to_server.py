@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,33 +94,96 @@ def test_rendering_again_replaces_in_one_step(made: Made, tmp_path: Path) -> Non
     assert json.loads(run("repo", "check", str(tmp_path / "models"), "--json").output) == []
 
 
+LONG_ON_A_CPU = (
+    "full_of_busy_adapters",
+    "too_large_a_put",
+    "stop_by_request_id",
+    "a_refused_request_disturbs_nobody",
+    "eviction_order",
+    "cut_at_the_engines_length",
+    "many_streams",
+    "stop_leaves_others_alone",
+    "adapters_and_base_in_one_batch",
+)
+"""Checks that let many long answers run at a time. tests/contract makes them with a tiny model."""
+
+
 @pytest.fixture(scope="module")
-def served(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The rendered repository in a real Triton."""
-    ports, models = choose_ports(0, 0, 0), tmp_path_factory.mktemp("served") / "models"
-    words = ["--registry", str(made.registry), "--grpc", f"127.0.0.1:{ports.grpc}", "-o", str(models)]
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The engine of the SmolLM2 profile as it is shipped, out of the pipeline's cache after the first time."""
+    engine = tmp_path_factory.mktemp("smollm2") / "engine"
+    run("engine", "build", str(PROFILE), "-o", str(engine))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """host:port of the rendered repository, served by `repo serve`."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "adapters.yaml").write_text("schema: 1\nadapters: {}\n")
+    (folder / "prefetch").mkdir()
+    ports = choose_ports(0, 0, 0)
+    words = ["--registry", f"{folder}/adapters.yaml", "--grpc", f"127.0.0.1:{ports.grpc}", "-o", f"{folder}/models"]
     # the suite expects the runtime's default here, and every LoRA parameter to be there
-    prefetch = tmp_path_factory.mktemp("prefetch")
-    own = ("exclude_input_in_output=false", "lora_cache_gpu_memory_fraction=0.1", f"lora_prefetch_dir={prefetch}")
+    own = (
+        "exclude_input_in_output=false",
+        "lora_cache_gpu_memory_fraction=0.1",
+        f"lora_prefetch_dir={folder}/prefetch",
+    )
     words += [word for each in own for word in ("--set", each)]
-    run("repo", "render", str(made.profile), "--engine", str(made.engine), *words)
-    config = StackConfig(models, http_port=ports.http, grpc_port=ports.grpc, metrics_port=ports.metrics)
-    with TritonServer(config) as server:
-        yield server
+    run("repo", "render", str(PROFILE), "--engine", str(smollm2), *words)
+    assert json.loads(run("repo", "check", f"{folder}/models", "--json").output) == []
+    command = [sys.executable, "-c", "from lora_slots.cli import main; main()", "repo", "serve", f"{folder}/models"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith(f"ready: grpc 127.0.0.1:{ports.grpc}, ")
+            yield f"127.0.0.1:{ports.grpc}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
 
 
 @pytest.mark.triton
-def test_profile_to_served_engine_keeps_the_contract(made: Made, served: TritonServer, tmp_path: Path) -> None:
-    """The contract suite passes against the engine served from a profile."""
+def test_the_smollm2_profile_keeps_the_contract(smollm2: Path, served: str, tmp_path: Path) -> None:
+    """Profile, plan, engine, repository, server, all by the commands: the contract suite passes against it."""
     command = [sys.executable, "-m", "pytest", "-q", "--timeout=60", "-p", "no:cacheprovider", "tests/contract"]
-    command += ["--triton", f"grpc://127.0.0.1:{served.ports.grpc}", "--engine", str(made.engine)]
+    command += ["--triton", f"grpc://{served}", "--engine", str(smollm2)]
+    command += ["-k", f"not ({' or '.join(LONG_ON_A_CPU)})"]
     told = tmp_path / "contract.txt"
     with told.open("w") as out:
         try:
-            code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=150, check=False).returncode
+            code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=300, check=False).returncode
         except subprocess.TimeoutExpired:  # a failed check leaves its stream open, and gRPC then does not end
             code = -1
     assert code == 0, told.read_text()[-6000:]
+    passed = re.search(r"^(\d+) passed, (\d+) deselected", told.read_text(), re.MULTILINE)
+    assert passed, told.read_text()[-600:]
+    assert (int(passed[1]) > 90, int(passed[2])) == (True, len(LONG_ON_A_CPU))
+
+
+@pytest.mark.triton
+def test_serve_needs_to_know_its_own_door(made: Made, tmp_path: Path) -> None:
+    """A repository whose router looks for the engine elsewhere is not served here, and the reason says what to do."""
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    run(*words, "--grpc", "gpu7.example:8001")
+    assert "render with --grpc 127.0.0.1:PORT" in run("repo", "serve", str(tmp_path / "models"), code=2).stderr
+
+
+def test_parameters_by_hand(made: Made, tmp_path: Path) -> None:
+    """--set reaches both models, wrong ones are told together, and the router knows which base adapters must have."""
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    wrong = run(*words, "--set", "a", "--set", "ensemble.x=1", "--set", "=3", code=2).stderr
+    assert [line.split(":")[0] for line in wrong.splitlines()] == ["--set a", "--set ensemble.x=1", "--set =3"]
+    run(*words, "--registry", "s3://models/adapters.yaml", "--set", "lora_router.idle_s=7", "--set", "max_beam_width=1")
+    router, engine = (
+        text_format.Parse((tmp_path / "models" / name / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+        for name in ("lora_router", "tensorrt_llm")
+    )
+    values = {key: value.string_value for key, value in router.parameters.items()}
+    assert (values["idle_s"], values["registry"]) == ("7", "s3://models/adapters.yaml")
+    assert values["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert engine.parameters["max_beam_width"].string_value == "1"
 
 
 STUB = '''
