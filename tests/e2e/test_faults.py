@@ -196,8 +196,8 @@ def test_a_client_that_goes_while_it_waits_leaves_nothing(
 ) -> None:
     """The running stream ends whole, and no lease is left.
 
-    The direct door sees that nobody waits. In an ensemble a step does not learn it (Triton 2.51), the next step is never
-    run, and nobody reports its end: the lease is reaped by its deadline.
+    The direct door sees that nobody waits. In an ensemble a step does not learn it (Triton 2.51), the next step never
+    runs, and nobody reports its end: the lease is reaped by its deadline.
     """
     started, pieces, reaped_before = threading.Event(), list[str](), reaped(narrow)
 
