@@ -56,7 +56,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 def guarded(server: TritonServer, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     """A gateway with tenants, which may therefore be reached from anywhere."""
     log = tmp_path_factory.mktemp("gateway") / "log"
-    with gateway(server.grpc_url, log, "--host", "0.0.0.0", "--tenants", str(keys.file)) as made:  # noqa: S104
+    everywhere = ("--host", "0.0.0.0", "--admin-host", "0.0.0.0")  # noqa: S104
+    with gateway(server.grpc_url, log, *everywhere, "--tenants", str(keys.file)) as made:
         yield made
 
 
@@ -154,7 +155,15 @@ def test_cold_loads(server: TritonServer, guarded: RunningGateway, keys: Keys) -
         until("evicted", lambda: is_evicted(client, "robot"))
     reply = ask(guarded.url, CHAT, asked("robot"), key=keys.still)
     assert (reply.status, reply.json()["error"]["code"]) == (429, "cold_loads_exceeded")
+    fails = ask(guarded.url, CHAT, asked("robot"), key=keys.still, x_lora_slots_cold="fail")
+    assert (fails.status, fails.json()["error"]["code"]) == (429, "cold_loads_exceeded")
     assert ask(guarded.url, CHAT, asked(BASE), key=keys.still).status == 200
+
+
+def test_the_base_answers_for_nobody_who_may_not_ask_it(guarded: RunningGateway, keys: Keys) -> None:
+    """Not in an adapter's place either."""
+    reply = ask(guarded.url, CHAT, asked("json"), key=keys.bolt, x_lora_slots_cold="base")
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "x-lora-slots-cold")
 
 
 def test_the_admin_port_has_keys_of_its_own(guarded: RunningGateway, keys: Keys) -> None:
@@ -170,6 +179,13 @@ def test_the_admin_port_has_keys_of_its_own(guarded: RunningGateway, keys: Keys)
     text = ask(guarded.url, "/metrics", key=keys.admin).body.decode()
     assert 'tenant="acme"' in text
     assert ask(guarded.admin_url, "/metrics", key=keys.admin).status == 200
+    revoke_key(keys.file, keys.admin[3:11])
+    for key in (None, keys.admin):
+        assert ask(guarded.admin_url, "/admin/status", key=key).status == 401, (
+            "no key is left, and the port is not open"
+        )
+    keys.admin = add_key(keys.file, None)
+    assert ask(guarded.admin_url, "/admin/status", key=keys.admin).status == 200
 
 
 def test_operations(door: RunningGateway) -> None:

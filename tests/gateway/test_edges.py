@@ -103,7 +103,7 @@ def test_the_log_has_every_request_and_no_prompt(door: RunningGateway, tmp_path:
     """One line each, with the request's id, the adapter, times, and the prompt's hash; `plan` can read it."""
     said = "a very private question"
     asked = {**ASKED, "messages": [{"role": "user", "content": said}]}
-    ask(door.url, CHAT, asked, x_request_id="logged-1")
+    ask(door.url, CHAT, {**asked, "stream": True}, x_request_id="logged-1")
     ask(door.url, CHAT, asked, x_request_id="logged-2")
     until("logged", lambda: "logged-2" in door.log.read_text())
     text = door.log.read_text()

@@ -11,7 +11,7 @@ from lora_slots.errors import ServerError
 from lora_slots.gateway.bodies import read_body
 from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.document import document, takes
-from lora_slots.gateway.edge import Edge, OwnHost
+from lora_slots.gateway.edge import Edge, OwnHost, is_loopback
 from lora_slots.gateway.errors import ApiError, from_operation, unauthorized
 from lora_slots.gateway.publishing import Publisher
 from lora_slots.gateway.routes import answer_metrics, handle_errors, read_json
@@ -57,8 +57,14 @@ class DrainBody(_Strict):
 def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> Any:
     """The application of the admin port, which listens on `host`; `endpoint_url` is of S3 that is not AWS."""
     app = FastAPI(title="LoRA Slots, administration", docs_url=None, redoc_url=None, openapi_url=None)
+    # decided once: a port that others can reach does not open when its last key is taken out
+    is_open = is_loopback(host) and not has_keys(gateway)
     publisher = Publisher(gateway, endpoint_url)
     handle_errors(app)
+
+    def check(request: Request) -> None:
+        if has_keys(gateway) or not is_open:
+            check_key(gateway, request)
 
     async def operate(op: str, **arguments: Any) -> dict[str, Any]:
         try:
@@ -67,7 +73,7 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
             raise from_operation(error) from None
 
     async def body_of(request: Request, kind: type[Any]) -> Any:
-        check_key(gateway, request)
+        check(request)
         return read_body(kind, await read_json(request, gateway.max_body_bytes))
 
     @app.post("/v1/load_lora_adapter", openapi_extra=takes(LoadBody))
@@ -84,12 +90,12 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
 
     @app.get("/admin/status")
     async def status(request: Request) -> dict[str, Any]:
-        check_key(gateway, request)
+        check(request)
         return await operate("status")
 
     @app.get("/admin/adapters/{adapter:path}")
     async def explain(request: Request, adapter: str) -> dict[str, Any]:
-        check_key(gateway, request)
+        check(request)
         return await operate("explain", adapter=adapter)
 
     @app.post("/admin/drain", openapi_extra=takes(DrainBody))
@@ -110,7 +116,7 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        check_key(gateway, request)
+        check(request)
         return answer_metrics(gateway)
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -118,7 +124,7 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
         return document(app, LoadBody, UnloadBody, AdapterBody, DrainBody)
 
     wrapped: Any = app
-    if not has_keys(gateway):
+    if is_open:
         wrapped = OwnHost(wrapped, host)
     return Edge(wrapped)
 
@@ -129,9 +135,8 @@ def has_keys(gateway: Gateway) -> bool:
 
 
 def check_key(gateway: Gateway, request: Request) -> None:
-    """Raises ApiError 401: no key of the admin port where there are some."""
-    if not has_keys(gateway) or gateway.tenants is None:
-        return
+    """Raises ApiError 401: no key of the admin port."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
-    if kind.lower() != "bearer" or not gateway.tenants.current().is_admin(key.strip()):
+    known = gateway.tenants is not None and gateway.tenants.current().is_admin(key.strip())
+    if kind.lower() != "bearer" or not known:
         raise unauthorized("A key of the admin port is needed: 'Authorization: Bearer ls-…'.")

@@ -7,6 +7,7 @@ import secrets
 import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import aclosing
 from typing import Any
 
 import structlog
@@ -79,6 +80,7 @@ class GenerationResponse(Response):
                 await self._generate(send)
             else:
                 with self._gateway.limits.running(tenant):
+                    self._gateway.limits.prompt(tenant, self._job.prompt_tokens)
                     try:
                         await self._generate(send)
                     finally:
@@ -93,9 +95,9 @@ class GenerationResponse(Response):
     async def _generate(self, send: Send) -> None:
         with self._gateway.metrics.running.track_inprogress():
             async with self._generation as generation:
-                self._record.first_token_s = time.monotonic() - self._record.began
                 wire = self._wire()
                 if self._job.stream:
+                    self._record.first_token_s = time.monotonic() - self._record.began
                     await self._stream(generation, wire, send)
                 else:
                     await self._whole(generation, wire, send)
@@ -117,15 +119,16 @@ class GenerationResponse(Response):
         body = b""
         await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
         self._begun = True
-        async for choice, text in generation.texts():
-            body = before.pop(choice.index, b"") if before else b""
-            if text or (log_probs and choice.finish_reason is not None):
-                body += wire.text(choice.index, text, choice.take_log_probs() if log_probs else ())
-            if choice.finish_reason is not None:
-                body += wire.finish(choice.index, choice.finish_reason)
-                left -= 1
-            if left:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+        async with aclosing(generation.texts()) as texts:
+            async for choice, text in texts:
+                body = before.pop(choice.index, b"") if before else b""
+                if text or (log_probs and choice.finish_reason is not None):
+                    body += wire.text(choice.index, text, choice.take_log_probs() if log_probs else ())
+                if choice.finish_reason is not None:
+                    body += wire.finish(choice.index, choice.finish_reason)
+                    left -= 1
+                if left:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
         if self._job.include_usage:
             body += wire.usage(self._usage(generation))
         await send({"type": "http.response.body", "body": body + DONE, "more_body": False})
@@ -133,10 +136,11 @@ class GenerationResponse(Response):
     async def _whole(self, generation: Generation, wire: Wire, send: Send) -> None:
         texts: list[list[str]] = [[] for _ in generation.choices]
         log_probs: list[list[TokenLogProb]] = [[] for _ in generation.choices]
-        async for choice, text in generation.texts():
-            texts[choice.index].append(text)
-            if self._job.log_probs:
-                log_probs[choice.index] += choice.take_log_probs()
+        async with aclosing(generation.texts()) as pieces:
+            async for choice, text in pieces:
+                texts[choice.index].append(text)
+                if self._job.log_probs:
+                    log_probs[choice.index] += choice.take_log_probs()
         answers = [
             Answered(choice, "".join(texts[choice.index]), log_probs[choice.index]) for choice in generation.choices
         ]

@@ -20,11 +20,11 @@ from lora_slots.gateway.jobs import EngineFacts, Job, chat_job, chat_text, compl
 from lora_slots.gateway.limits import TenantLimits
 from lora_slots.gateway.metrics import GatewayMetrics
 from lora_slots.gateway.names import Target, allowed, resolve, unknown
-from lora_slots.gateway.record import Record
+from lora_slots.gateway.record import COLD_HEADER, Record
 from lora_slots.gateway.tenants import Caller, Tenant, TenantsSource
 from lora_slots.text import Tokenizer
 
-COLD_HEADER, SESSION_HEADER = "x-lora-slots-cold", "x-session-id"
+SESSION_HEADER = "x-session-id"
 COLD = ("wait", "fail", "base")
 _chance = random.SystemRandom()
 MAX_ANSWERS = 128
@@ -82,7 +82,7 @@ class Gateway:
     async def generation(
         self, body: ChatBody | CompletionBody, record: Record, headers: Mapping[str, str]
     ) -> Generation:
-        """One request, not begun. Raises ApiError: no such model, a wrong field, a limit that is reached."""
+        """One request, not begun. Raises ApiError: no such model, a wrong field."""
         caller = record.caller or Caller(None)
         key = headers.get(SESSION_HEADER) or body.user or caller.key_id
         draw = _chance.random()
@@ -95,8 +95,6 @@ class Gateway:
         if cold is not None and cold not in COLD:
             raise invalid(f"{COLD_HEADER}: must be one of {', '.join(COLD)}", COLD_HEADER)
         job = await (self._chat(body) if isinstance(body, ChatBody) else self._completion(body))
-        if caller.tenant is not None:
-            self.limits.prompt(caller.tenant, job.prompt_tokens)
         record.prompt_tokens = job.prompt_tokens
         record.prompt_hash = prompt_hash(job)
         return Generation(self.door, self.limits, self.tokenizer, job, resolve_now, cold, self.base, record)

@@ -85,13 +85,13 @@ class Door:
         self.url = url
         self._wire = service_pb2
         self._channel = Channel(host.strip("[]"), int(port), config=WINDOWS)
-        self._ends: set[asyncio.Task[None]] = set()
+        self._behind: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
         """Wait for leases that are being given back, then close the connection."""
-        if self._ends:
-            await asyncio.wait(self._ends, timeout=CLOSE_S)
-        for task in self._ends:
+        if self._behind:
+            await asyncio.wait(self._behind, timeout=CLOSE_S)
+        for task in self._behind:
             task.cancel()
         self._channel.close()
 
@@ -139,7 +139,7 @@ class Door:
         except ServerError:
             raise
         except BaseException:  # given up; but it may have been granted a moment ago
-            self._later(self._end(lease_id, 0))
+            self.behind(self._end(lease_id, 0))
             raise
         found, waited_s = answer.get("found_in"), float(answer.get("waited_s", 0.0))
         return Lease(lease_id, adapter, answer["task_id"], answer["digest"], found, waited_s)
@@ -147,7 +147,13 @@ class Door:
     def end(self, lease: Lease, tokens: int) -> None:
         """Give a lease back, behind the caller's back; `tokens` were generated under it."""
         if lease.task_id is not None:
-            self._later(self._end(lease.request_id, tokens))
+            self.behind(self._end(lease.request_id, tokens))
+
+    def behind(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something behind the caller's back; `close` waits a moment for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
 
     async def generate(
         self,
@@ -240,11 +246,6 @@ class Door:
                 return
             await asyncio.sleep(wait_s)
         log.warning("lease not given back, its deadline ends it", lease=lease_id, why=str(why))
-
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
 
     def _request(self, model: str, request_id: str, outputs: Sequence[str]) -> Any:
         request = self._wire.ModelInferRequest(model_name=model, id=request_id)

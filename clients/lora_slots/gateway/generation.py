@@ -13,21 +13,26 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from types import TracebackType
 from typing import Self
 
+import structlog
+
+from adapter_slots.registry import Entry
 from lora_slots.direct import Lease
 from lora_slots.errors import ServerError
 from lora_slots.gateway.choice import Choice
 from lora_slots.gateway.door import Door, Piece
-from lora_slots.gateway.errors import from_engine, from_lease
+from lora_slots.gateway.errors import from_engine, from_lease, invalid
 from lora_slots.gateway.jobs import Job
 from lora_slots.gateway.limits import TenantLimits
 from lora_slots.gateway.names import Target
-from lora_slots.gateway.record import Record
+from lora_slots.gateway.record import COLD_HEADER, Record
+from lora_slots.gateway.tenants import Tenant
 from lora_slots.text import Tokenizer
 
+log = structlog.get_logger("lora_slots.gateway")
 REGISTRY_LAG_S = 5.0
 _LOOK_AGAIN_S = 0.1
 _MISS = "not found in cache"
@@ -136,34 +141,54 @@ class Generation:
                 self.record.adapter = self._base
                 return Lease(self.record.request_id, None, None, None, None, 0.0)
             try:
-                return await self._ask(target)
+                return await self._ask(target.entry)
             except ServerError as error:
                 if error.code != "NOT_FOUND" or loop.time() > until:
                     raise from_lease(error, target.asked) from None
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _ask(self, target: Target) -> Lease:
-        entry, tenant = target.entry, self.record.caller.tenant if self.record.caller else None
-        if entry is None:
-            raise AssertionError("the base needs no lease")
+    async def _ask(self, entry: Entry) -> Lease:
+        tenant = self.record.caller.tenant if self.record.caller else None
         self.record.adapter, self.record.digest = entry.ref, entry.digest
         cold = self._cold or entry.cold or "wait"
+        if cold == "base" and tenant is not None and not tenant.base:
+            if self._cold:
+                raise invalid(f"{COLD_HEADER}: you may not ask the base model", COLD_HEADER)
+            cold = "wait"
         lease_id = f"{self.record.request_id}/{secrets.token_hex(4)}"  # two requests may have one id
         tokens = self.job.max_tokens * len(self.choices)
-        if tenant is None:
-            lease = await self._door.lease(entry.ref, lease_id, max_tokens=tokens, cold=cold)
-        else:
-            if not self._limits.may_load(tenant, entry.digest):
-                state = await self._door.operate("explain", adapter=entry.ref)
-                if state["tier"] != "SLOT":
-                    raise self._limits.too_many_loads(tenant)
-            with self._limits.loading(tenant, entry.digest):
+        with ExitStack() as loading:
+            if tenant is not None:
+                await self._count_load(tenant, entry, loading)
+            try:
                 lease = await self._door.lease(entry.ref, lease_id, max_tokens=tokens, cold=cold)
+            except ServerError:
+                if cold != "wait" and tenant is not None:
+                    self._door.behind(self._until_loaded(entry.ref, loading.pop_all()))
+                raise
+            if lease.task_id is None and tenant is not None:
+                self._door.behind(self._until_loaded(entry.ref, loading.pop_all()))
         self.record.waited_s = lease.waited_s
         self.record.found_in = BASE_FOUND_IN if lease.task_id is None else (lease.found_in or "").lower()
         if lease.task_id is None:
             self.record.adapter, self.record.digest = self._base, None
         return lease
+
+    async def _count_load(self, tenant: Tenant, entry: Entry, loading: ExitStack) -> None:
+        """Count the adapter as waited for. Raises ApiError 429: it is in no slot, and enough others are waited for."""
+        if not self._limits.may_load(tenant, entry.digest):
+            state = await self._door.operate("explain", adapter=entry.ref)
+            if state["tier"] != "SLOT":
+                raise self._limits.too_many_loads(tenant)
+        loading.enter_context(self._limits.loading(tenant, entry.digest))
+
+    async def _until_loaded(self, adapter: str, loading: ExitStack) -> None:
+        """A request that did not wait has begun a load all the same: it counts until it has ended."""
+        with loading:
+            try:
+                await self._door.operate("warm", adapter=adapter)
+            except ServerError as error:
+                log.info("not loaded", adapter=adapter, why=str(error))
 
     async def _one_prompt(self, index: int) -> AsyncGenerator[Placed, None]:
         job, lease = self.job, self._lease

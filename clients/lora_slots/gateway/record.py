@@ -10,6 +10,7 @@ from lora_slots.gateway.tenants import Caller
 
 REQUEST_ID = "x-request-id"
 PREFIX = "x-lora-slots-"
+COLD_HEADER = f"{PREFIX}cold"
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

@@ -126,14 +126,19 @@ def _registry(given: Path | str | None, said: str | None) -> Path | str:
     return _place(None, said, "--registry", "adapters.yaml, a file or s3://bucket/key")
 
 
-async def follow_registry(registry: Registry) -> None:
-    """Read the registry again whenever it changes."""
+async def follow_files(gateway: Gateway) -> None:
+    """Read the registry again whenever it changes, and say when it or the tenants' file is broken."""
+    registry, tenants = gateway.registry, gateway.tenants
+    told: set[str] = set()
     while True:
         await asyncio.sleep(registry.interval_s or REFRESH_S)
-        before = registry.problem
         await asyncio.to_thread(registry.refresh)
-        if registry.problem and registry.problem != before:
-            log.error("registry broken, the last good one stays", why=registry.problem)
+        if tenants is not None:
+            tenants.current()
+        problems = {problem for problem in (registry.problem, tenants.problem if tenants else None) if problem}
+        for problem in problems - told:
+            log.error("a file is broken, the last good one stays in use", why=problem)
+        told = problems
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -185,7 +190,7 @@ async def _end_requests(servers: Iterable[_Server]) -> None:
 async def serve(settings: Settings, say: Callable[[str], object]) -> int:
     """Serve until SIGINT or SIGTERM, and return its number; `say` is told where. A second one ends running requests."""
     gateway = await open_gateway(settings)
-    following = asyncio.ensure_future(follow_registry(gateway.registry))
+    following = asyncio.ensure_future(follow_files(gateway))
     try:
         with listen(settings.host, settings.port) as door, listen(settings.admin_host, settings.admin_port) as admin:
             servers = {
