@@ -28,8 +28,8 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-def bfloat16_bits(capsule: object) -> npt.NDArray[np.uint16]:
-    """A copy of a dense bfloat16 CPU tensor as `uint16` bit patterns; the capsule stays the caller's.
+def bfloat16_bits(capsule: object, owner: object) -> npt.NDArray[np.uint16]:
+    """A dense bfloat16 CPU tensor as `uint16` bit patterns, in place: `owner`, whose memory it is, lives as long.
 
     Raises:
         ValueError: another type, another device, or not one dense block.
@@ -42,6 +42,6 @@ def bfloat16_bits(capsule: object) -> npt.NDArray[np.uint16]:
     strided = bool(tensor.strides) and tuple(tensor.strides[: tensor.ndim]) != dense
     if (tensor.code, tensor.bits, tensor.lanes) != (_BFLOAT, _BITS, 1) or tensor.device_type not in _CPU or strided:
         raise ValueError("a dense bfloat16 tensor in CPU memory is expected")
-    size = int(np.prod(shape)) * 2
-    raw = ctypes.string_at(tensor.data + tensor.byte_offset, size)
-    return np.frombuffer(raw, np.uint16).reshape(shape)
+    raw = (ctypes.c_uint16 * int(np.prod(shape))).from_address(tensor.data + tensor.byte_offset)
+    raw.owner = owner  # type: ignore[attr-defined]
+    return np.frombuffer(memoryview(raw), np.uint16).reshape(shape)

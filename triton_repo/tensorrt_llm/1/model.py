@@ -43,7 +43,7 @@ class TritonPythonModel:
 
     def as_array(self, tensor):
         """An input as numpy; bfloat16, which numpy lacks, as its bit pattern."""
-        return bfloat16_bits(tensor.to_dlpack()) if tensor.name() in self.bfloat16 else tensor.as_numpy()
+        return bfloat16_bits(tensor.to_dlpack(), tensor) if tensor.name() in self.bfloat16 else tensor.as_numpy()
 
     def finalize(self):
         """End what runs, and stop the engine."""
