@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from lora_slots.errors import (
     EXIT_CHECK_FAILED,
@@ -15,6 +15,9 @@ from lora_slots.errors import (
     ServerError,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    import typer
 
 
 def main() -> NoReturn:
@@ -38,7 +41,8 @@ def main() -> NoReturn:
         sys.exit(EXIT_ENVIRONMENT)
 
 
-def _run() -> int:
+def application() -> typer.Typer:
+    """The application with every command of the project."""
     import typer
 
     from lora_slots import (
@@ -51,6 +55,7 @@ def _run() -> int:
         generate_command,
         merge_command,
         plan_command,
+        prewarm_command,
         repo_command,
         slots_command,
         tenants_command,
@@ -59,10 +64,19 @@ def _run() -> int:
 
     app = typer.Typer(name="lora-slots", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(lora_slots)
-    first = (up_command, convert_command, generate_command, slots_command, gateway_command, tenants_command)
+    first = (up_command, convert_command, generate_command, slots_command, prewarm_command)
+    doors = (gateway_command, tenants_command)
+    adapters = (adapters_command, bundle_command, canary_command)
     engines = (engine_command, repo_command, plan_command, merge_command)
-    for command in (*first, adapters_command, bundle_command, canary_command, *engines):
+    for command in (*first, *doors, *adapters, *engines):
         command.register(app)
+    return app
+
+
+def _run() -> int:
+    import typer
+
+    app = application()
     usage_error = _usage_error(typer.BadParameter)
     try:
         return int(app(standalone_mode=False) or 0)

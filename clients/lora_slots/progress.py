@@ -15,6 +15,7 @@ STAGES = {
     "build": "writing the base model, 543 MB",
     "engine": "building the reference engine",
     "convert": "converting adapters",
+    "prewarm": "warming adapters",
 }
 
 
