@@ -1,16 +1,19 @@
 """HOST -> SLOT of a large adapter: how long a bind takes, and what it does to streams that run meanwhile.
 
-    python bench/bind.py [--rounds 9]
+    python bench/bind.py [--rounds 15] [--seconds 20]
 
-Two rank-64 adapters on all modules of SmolLM2-135M (114 MB each, padding included) take turns in the one slot of a real
-Triton whose engine can hold one of them, so every bind carries all bytes. Printed: the bind's median against one memcpy
-of the same bytes in the same run (goal <= 3; a bind ends with one generated token), and the gaps between the tokens of
-a base stream, p50 and p99, with and without binds beside it (goal < 10 % more).
+Two rank-64 adapters on all modules of SmolLM2-135M (114 MB each, 78 without padding) take turns in the one slot of a
+real Triton whose engine can hold one of them, so every bind carries all bytes. Printed, from one run and taking turns:
+one memcpy of the same bytes, the bind, and a touch: a bind ends with one generated token, and so does a touch, which
+carries no bytes. Goal: bind <= 3 memcpy. Then the gaps between the tokens of a base stream, p50 and p99, without and
+with a bind a second beside it, in turns (goal < 10 % more).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import statistics
 import tempfile
 import threading
@@ -20,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from adapter_slots.engine import TritonEngine
 from adapter_slots.registry import publish
 from lora_slots.base_model import ensure_base_model
 from lora_slots.base_model.store import cache_folder
@@ -79,17 +83,17 @@ class Stream:
                     if self._stop.is_set():
                         break
 
-    def end(self) -> tuple[float, float]:
-        """p50 and p99 of the gaps, in milliseconds."""
+    def end(self) -> None:
+        """Stop streaming."""
         self._stop.set()
         self._thread.join()
-        return statistics.median(self.gaps_ms), statistics.quantiles(self.gaps_ms, n=100)[98]
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=20, help="of stream, without binds and with them each")
     options = parser.parse_args()
     base = ensure_base_model()
     engine = ensure_engine(base, cache_folder(None) / "engines", lambda *_: None)
@@ -108,37 +112,68 @@ def main() -> None:
         }
         router = {"num_slots": "1", "min_residency_s": "0", "verify_s": "1000"}
         with running(Prepared(base, engine, home / "adapters.yaml"), router=router, engine=cache) as server:
-            measure(server, np.array(bundles[0].weights()), options.rounds)
+            measure(server, np.array(bundles[0].weights()), [b.task_id for b in bundles], options.rounds)
+            beside_a_stream(server, options.seconds)
 
 
-def measure(server: TritonServer, source: np.ndarray[Any, Any], rounds: int) -> None:
-    """Binds against copies of the same bytes, then a stream alone and a stream beside binds."""
+def bind_ms(client: Client, i: int) -> float:
+    """Bind one of the two adapters, by turns."""
+    name = f"large-{1 + i % 2}"
+    client.operate("warm", adapter=name)
+    return float(client.operate("explain", adapter=name)["last_load_s"]["SLOT"]) * 1e3
+
+
+def measure(server: TritonServer, source: np.ndarray[Any, Any], tasks: list[int], rounds: int) -> None:
+    """Binds, touches and copies of the same bytes, by turns."""
     target = np.empty_like(source)
-    with Client(server.grpc_url) as client:
-
-        def bind(i: int) -> float:
-            name = f"large-{1 + i % 2}"
-            client.operate("warm", adapter=name)
-            return float(client.operate("explain", adapter=name)["last_load_s"]["SLOT"]) * 1e3
-
-        for i in range(4):
-            bind(i)
-        binds, copies = [], []
-        for i in range(rounds):
+    times: dict[str, list[float]] = {"memcpy": [], "bind": [], "touch": []}
+    with Client(server.grpc_url) as client, asyncio.Runner() as loop:
+        engine = TritonEngine(server.grpc_url)
+        for i in range(rounds + 4):
             began = time.perf_counter()
             np.copyto(target, source)
-            copies.append((time.perf_counter() - began) * 1e3)
-            binds.append(bind(i))
-        copy, median = statistics.median(copies), statistics.median(binds)
-        print(f"{source.nbytes / 1e6:.0f} MB: bind {median:.1f} ms, memcpy {copy:.1f} ms, ratio {median / copy:.1f}")
-        for label, busy in (("alone", False), ("with a bind a second", True), ("alone", False)):
-            stream, until = Stream(server.grpc_url), time.monotonic() + 10
-            while time.monotonic() < until:
+            copied = time.perf_counter()
+            bind = bind_ms(client, i)
+            touched = time.perf_counter()
+            loop.run(engine.touch(tasks[i % 2]))
+            if i >= 4:
+                times["memcpy"].append((copied - began) * 1e3)
+                times["bind"].append(bind)
+                times["touch"].append((time.perf_counter() - touched) * 1e3)
+        loop.run(engine.close())
+    print(f"load {os.getloadavg()[0]:.1f}; {source.nbytes / 1e6:.0f} MB, {rounds} rounds")
+    for how, of in (("median", statistics.median), ("least", min)):
+        copy, bind, touch = (of(times[name]) for name in times)
+        print(
+            f"{how}: memcpy {copy:.1f} ms, bind {bind:.1f} ms, touch {touch:.1f} ms; bind is {bind / copy:.1f} memcpy, "
+            f"without the token {(bind - touch) / copy:.1f}"
+        )
+
+
+def beside_a_stream(server: TritonServer, seconds: float) -> None:
+    """A stream alone and a stream beside binds, by turns of two seconds."""
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    with Client(server.grpc_url) as client:
+        stream, count, binds = Stream(server.grpc_url), 0, 0
+        until = time.monotonic() + 2 * seconds
+        while time.monotonic() < until:
+            busy = bool(count % 2)
+            stream.gaps_ms.clear()
+            end = time.monotonic() + 2
+            while time.monotonic() < end:
                 if busy:
-                    bind(rounds := rounds + 1)
-                time.sleep(1)  # the rate of binds is what is being set here
-            p50, p99 = stream.end()
-            print(f"stream {label}: gap p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+                    binds += 1
+                    bind_ms(client, binds)
+                time.sleep(max(0.0, min(1.0, end - time.monotonic())))  # the rate of binds is what is being set here
+            gaps[busy] += stream.gaps_ms
+            count += 1
+        stream.end()
+    for busy, found in gaps.items():
+        label = "with a bind a second" if busy else "alone"
+        p99 = statistics.quantiles(found, n=100)[98]
+        print(f"stream {label}: gap p50 {statistics.median(found):.1f} ms, p99 {p99:.1f} ms ({len(found)} tokens)")
+    alone, beside = (statistics.quantiles(gaps[busy], n=100)[98] for busy in (False, True))
+    print(f"p99 {100 * (beside / alone - 1):+.0f} %; load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
