@@ -2,9 +2,9 @@
 
     python bench/slots.py
 
-Printed: microseconds for one acquire+release, p50 and p99, with 10^2 to 10^5 known adapters (it must be flat; goal p50
-< 20, p99 < 50). Then what a start with 10,000 adapters costs (goal < 2 s, < 100 MB): `adapters.yaml` of so many is read,
-by a process that has done nothing else, and every one is made known to a machine, as its first request would do it.
+Printed: microseconds for one acquire+release, p50 and p99, with 10^2 to 10^5 known adapters (it must be flat; goal
+p50 < 20, p99 < 50). Then what a start with 10,000 adapters costs (goal < 2 s, < 100 MB): `adapters.yaml` of so many is
+read by a process that has done nothing else, and every one is made known to a machine, as its first request would do.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def start(file: Path) -> None:
         machine.handle(Added(entry.digest, entry.name, None, entry.pool), 0.0)
     known, known_mb = time.perf_counter() - began, resident_mb() - before
     print(
-        f"{len(machine.adapters):,} adapters: registry read in {read:.2f} s, {read_mb:.0f} MB; all known to the machine "
-        f"after {known:.2f} s, {known_mb:.0f} MB (resident memory, before it {before:.0f} MB)"
+        f"{len(machine.adapters):,} adapters: registry read in {read:.2f} s, {read_mb:.0f} MB; all known to the "
+        f"machine after {known:.2f} s, {known_mb:.0f} MB (resident memory; {before:.0f} MB before)"
     )
 
 
