@@ -127,7 +127,7 @@ class GenerationResponse(Response):
                 if choice.finish_reason is not None:
                     body += wire.finish(choice.index, choice.finish_reason)
                     left -= 1
-                if left:
+                if left and body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         if self._job.include_usage:
             body += wire.usage(self._usage(generation))

@@ -12,9 +12,10 @@ import asyncio
 import json
 import struct
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import structlog
@@ -59,9 +60,14 @@ CLOSE_S = 5.0
 _SERVICE = "/inference.GRPCInferenceService"
 
 
+Answer = TypeVar("Answer")
+
+
 class Piece(NamedTuple):
     """New tokens of one sequence."""
 
+    prompt: int
+    """As it was given to `generate`."""
     sequence: int
     tokens: Sequence[int]
     log_probs: Sequence[float]
@@ -117,9 +123,9 @@ class Door:
         for name, text in (("op", op), ("op_args", json.dumps(arguments))):
             value = text.encode()
             self._add(request, name, "BYTES", (1, 1), struct.pack("<I", len(value)) + value)
-        async with aclosing(self._stream(request)) as responses:
-            async for response in responses:
-                return dict(json.loads(response.raw_output_contents[0][4:]))  # after the length of the text
+        async with aclosing(self._stream(request, read_result)) as answers:
+            async for answer in answers:
+                return answer
         raise ServerError(f"{op}: no answer", code="INTERNAL")
 
     async def lease(self, adapter: str, lease_id: str, *, max_tokens: int, cold: str) -> Lease:
@@ -155,7 +161,7 @@ class Door:
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)
 
-    async def generate(
+    def generate(
         self,
         prompt: Sequence[int],
         values: Mapping[str, float],
@@ -164,6 +170,7 @@ class Door:
         request_id: str,
         task_id: int | None,
         streaming: bool,
+        number: int = 0,
     ) -> AsyncGenerator[Piece, None]:
         """Pieces of the engine's answer to one prompt. Closing the iterator early cancels the request.
 
@@ -172,6 +179,7 @@ class Door:
             values: engine inputs of one value, names of INPUTS.
             arrays: other engine inputs: name -> int32 or float32 array with a leading dimension of 1.
             streaming: a piece per token, or one per sequence at its end.
+            number: comes back in every piece.
 
         Raises:
             ServerError: the engine refused or failed, or is not there.
@@ -192,11 +200,9 @@ class Door:
         for name, array in arrays.items():
             kind = "INT32" if array.dtype == np.int32 else "FP32"
             self._add(request, name, kind, array.shape, array.tobytes())
-        async with aclosing(self._stream(request)) as responses:
-            async for response in responses:
-                yield read_piece(response)
+        return self._stream(request, partial(read_piece, number))
 
-    async def _stream(self, request: Any) -> AsyncGenerator[Any, None]:
+    async def _stream(self, request: Any, read: Callable[[Any], Answer]) -> AsyncGenerator[Answer, None]:
         kinds = (self._wire.ModelInferRequest, self._wire.ModelStreamInferResponse)
         with self._telling():
             async with self._channel.request(
@@ -212,7 +218,7 @@ class Door:
                         raise server_error(Exception(answer.error_message), self.url)
                     response = answer.infer_response
                     if response.raw_output_contents:
-                        yield response
+                        yield read(response)
                     final = response.parameters["triton_final_response"].bool_param
 
     async def _call(self, method: str, request: Any, *, timeout: float) -> Any:
@@ -260,7 +266,12 @@ class Door:
         request.raw_input_contents.append(content)
 
 
-def read_piece(response: Any) -> Piece:
+def read_result(response: Any) -> dict[str, Any]:
+    """The answer of `lora_router` to an operation: one text, behind its length."""
+    return dict(json.loads(response.raw_output_contents[0][4:]))
+
+
+def read_piece(number: int, response: Any) -> Piece:
     """A `ModelInferResponse` of `tensorrt_llm` as a piece: its tensors are little-endian in `raw_output_contents`."""
     sequence, length = 0, None
     tokens: Sequence[int] = ()
@@ -277,4 +288,4 @@ def read_piece(response: Any) -> Piece:
             (sequence,) = struct.unpack_from("<i", raw)
     if length is not None and length < len(tokens):
         tokens = tokens[:length]
-    return Piece(sequence, tokens, log_probs[: len(tokens)])
+    return Piece(number, sequence, tokens, log_probs[: len(tokens)])

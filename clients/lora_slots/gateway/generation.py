@@ -38,9 +38,6 @@ _LOOK_AGAIN_S = 0.1
 _MISS = "not found in cache"
 BASE_FOUND_IN = "base"
 
-Placed = tuple[int, Piece]
-"""Number of the prompt, and the engine's news of one of its answers."""
-
 
 class Generation:
     """One request. Inside the `async with` block it is being answered, and `record` says by what."""
@@ -65,8 +62,8 @@ class Generation:
         self._door, self._limits, self.job = door, limits, job
         self._resolve, self._cold, self._base, self.record = resolve, cold, base, record
         self._lease: Lease | None = None
-        self._pieces: AsyncGenerator[Placed, None] | None = None
-        self._first: Placed | None = None
+        self._pieces: AsyncGenerator[Piece, None] | None = None
+        self._first: Piece | None = None
         self.choices = [
             Choice(index, job, tokenizer, job.echoes[index // job.n] if job.echoes else "")
             for index in range(len(job.prompts) * job.n)
@@ -105,28 +102,32 @@ class Generation:
 
     async def texts(self) -> AsyncGenerator[tuple[Choice, str], None]:
         """Pieces of the answers as they come; a choice that has ended says so. Raises ApiError."""
-        n, running = self.job.n, len(self.choices)
-        placed, pieces = self._first, self._pieces
+        first, pieces = self._first, self._pieces
         try:
-            while placed is not None and pieces is not None:
-                prompt, (sequence, tokens, log_probs) = placed
-                choice = self.choices[prompt * n + sequence]
-                if choice.finish_reason is None:
-                    text = choice.push(tokens, log_probs)
+            if first is not None and pieces is not None:
+                choice = self.choices[first.prompt * self.job.n + first.sequence]
+                yield choice, choice.push(first.tokens, first.log_probs)
+                if self._over():
+                    return
+                async for prompt, sequence, tokens, log_probs in pieces:
+                    choice = self.choices[prompt * self.job.n + sequence]
                     if choice.finish_reason is not None:
-                        running -= 1
+                        continue
+                    text = choice.push(tokens, log_probs)
                     if text or choice.finish_reason is not None:
                         yield choice, text
-                    if not running:
-                        return
-                placed = await anext(pieces, None)
+                        if choice.finish_reason is not None and self._over():
+                            return
         except ServerError as error:
             raise from_engine(error) from None
         for choice in self.choices:
             if choice.finish_reason is None:
                 yield choice, choice.end()
 
-    async def _start(self) -> Placed | None:
+    def _over(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    async def _start(self) -> Piece | None:
         self._lease = await self._acquire()
         self._pieces = self._one_prompt(0) if len(self.job.prompts) == 1 else self._all_prompts()
         return await anext(self._pieces, None)
@@ -190,29 +191,27 @@ class Generation:
             except ServerError as error:
                 log.info("not loaded", adapter=adapter, why=str(error))
 
-    async def _one_prompt(self, index: int) -> AsyncGenerator[Placed, None]:
+    def _one_prompt(self, index: int) -> AsyncGenerator[Piece, None]:
         job, lease = self.job, self._lease
-        pieces = self._door.generate(
+        return self._door.generate(
             job.prompts[index],
             job.values,
             job.arrays,
             request_id=self.record.request_id,
             task_id=lease.task_id if lease else None,
             streaming=job.stream or bool(job.stops),
+            number=index,
         )
-        async with aclosing(pieces):
-            async for piece in pieces:
-                yield index, piece
 
-    async def _all_prompts(self) -> AsyncGenerator[Placed, None]:
+    async def _all_prompts(self) -> AsyncGenerator[Piece, None]:
         """All prompts at once; the first error ends them."""
-        news: asyncio.Queue[Placed | ServerError | None] = asyncio.Queue()
+        news: asyncio.Queue[Piece | ServerError | None] = asyncio.Queue()
 
         async def follow(index: int) -> None:
             try:
                 async with aclosing(self._one_prompt(index)) as pieces:
-                    async for placed in pieces:
-                        news.put_nowait(placed)
+                    async for piece in pieces:
+                        news.put_nowait(piece)
                 news.put_nowait(None)
             except ServerError as error:
                 news.put_nowait(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -190,6 +191,8 @@ async def _end_requests(servers: Iterable[_Server]) -> None:
 async def serve(settings: Settings, say: Callable[[str], object]) -> int:
     """Serve until SIGINT or SIGTERM, and return its number; `say` is told where. A second one ends running requests."""
     gateway = await open_gateway(settings)
+    gc.collect()
+    gc.freeze()  # what there is now stays; looking through it for garbage again and again costs every token
     following = asyncio.ensure_future(follow_files(gateway))
     try:
         with listen(settings.host, settings.port) as door, listen(settings.admin_host, settings.admin_port) as admin:
