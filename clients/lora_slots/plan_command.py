@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 def plan(
     profile: Annotated[Path, typer.Argument(help="Engine profile (YAML).")],
     fleet: Annotated[str | None, typer.Option(help="Adapters in words: COUNTxRANK[:MODULE+MODULE],…")] = None,
-    adapters: Annotated[Path | None, typer.Option(help="Adapters of a registry (adapters.yaml).")] = None,
+    adapters: Annotated[str | None, typer.Option(help="Adapters of a registry: adapters.yaml, or s3://…")] = None,
     bundles: Annotated[Path | None, typer.Option(help="Adapters of a folder of bundles.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Memory of one GPU, such as 80GiB; default: the profile's.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Adapters in slots; default: the profile's.")] = None,
@@ -124,7 +124,7 @@ def _profile(path: Path) -> EngineProfile:
     return load_profile(path)
 
 
-def _fleet(profile: EngineProfile, words: str | None, registry: Path | None, bundles: Path | None) -> Fleet:
+def _fleet(profile: EngineProfile, words: str | None, registry: str | None, bundles: Path | None) -> Fleet:
     from lora_slots.fleet_source import from_bundles, from_registry
     from lora_slots.refusals import Refused
     from trtllm_lora.fleet import parse_fleet

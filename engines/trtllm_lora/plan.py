@@ -215,8 +215,8 @@ def _rank_rows(plan: Plan, wish: Wish) -> Iterator[RankRow]:
     ranks = {rank for rank in (*USUAL_RANKS, *wish.fleet.ranks) if rank <= shape.max_lora_rank}
     for rank in sorted(ranks):
         group = group_of_rank(1, rank, shape)
-        pages = plan.geometry.max_pages_for(group.rows)
-        fill = cached_bytes(group.rows, shape) / (pages * plan.geometry.page_bytes * shape.pp_size)
+        ((pages, _),) = Fleet((group,)).pages(plan.geometry)
+        fill = cached_bytes(group, shape) / (pages * plan.geometry.page_bytes * shape.pp_size)
         yield RankRow(rank, pages, group.num_bytes, fill, plan.host_pages // pages, plan.device_pages // pages)
 
 
@@ -269,7 +269,7 @@ def _configured_warnings(plan: Plan, wish: Wish) -> Iterator[str]:
 def _fill(fleet: Fleet, geometry: CacheGeometry) -> float:
     """Share of the bytes of all the adapters' pages that they use."""
     shape = geometry.shape
-    used = sum(group.count * cached_bytes(group.rows, shape) for group in fleet.groups)
+    used = sum(group.count * cached_bytes(group, shape) for group in fleet.groups)
     pages = sum(pages * count for pages, count in fleet.pages(geometry))
     return used / (pages * geometry.page_bytes * shape.pp_size)
 
