@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,10 +209,31 @@ class Mover:
 
     def _load(self, digest: str, bundle: Bundle, name: str, over: threading.Event, made: list[Loaded]) -> Loaded:
         with self._disk.in_use(digest):
-            self._disk.verify(bundle)
-            loaded = host.load(bundle, name)
+            loaded = load_checked(self._disk, bundle, name)
         made.append(loaded)
         if over.is_set():  # nobody waits any more: a thread outlives the move that was given up
             loaded.file.close()
             host.forget_name(name)
         return loaded
+
+
+def load_checked(disk: DiskTier, bundle: Bundle, name: str) -> Loaded:
+    """Copy a bundle into shared memory while every byte of it is checked, unless this process did that before.
+
+    Raises:
+        BundleBroken: some file is not what the manifest says. Other TierErrors as `host.load` has them.
+    """
+    with ThreadPoolExecutor(1, "check") as other:
+        checking = other.submit(disk.verify, bundle)
+        try:
+            loaded = host.load(bundle, name)
+        except TierError:
+            checking.result()  # a broken bundle is the better reason
+            raise
+        try:
+            checking.result()
+        except TierError:
+            loaded.file.close()
+            host.forget_name(name)
+            raise
+    return loaded

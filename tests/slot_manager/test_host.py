@@ -12,12 +12,14 @@ from typing import IO
 
 import numpy as np
 import pytest
-from fakes.bundles import small_bundle
+from fakes.bundles import SHAPE, small_bundle
 from fakes.small_shm import fill, in_small_shm
 
 from adapter_slots import host
-from adapter_slots.errors import HostFull
-from trtllm_lora import Bundle
+from adapter_slots.disk import DiskTier
+from adapter_slots.errors import BundleBroken, HostFull
+from adapter_slots.mover import load_checked
+from trtllm_lora import Bundle, CacheGeometry, open_bundle
 
 MIB = 2**20
 FILLS = """
@@ -83,6 +85,24 @@ def test_a_shared_memory_that_fills_up_meanwhile_is_told(bundle: Bundle, monkeyp
         with pytest.raises(HostFull, match="no room"):
             host.load(bundle, own("meanwhile"))
         assert [path.name for path in host.SHM.iterdir()] == ["other-program"]
+
+    in_small_shm(64 * MIB, body)
+
+
+@pytest.mark.parametrize("room", ["enough", "too little"])
+def test_a_broken_bundle_is_not_left_in_shared_memory(tmp_path: Path, bundle: Bundle, room: str) -> None:
+    """It is copied while it is checked: a wrong byte is told, as the better reason of two, and the copy is gone."""
+    file = bundle.path / "model.lora_weights.npy"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    disk = DiskTier(CacheGeometry.of(SHAPE))
+
+    def body(shm: Path) -> None:
+        before = {fill(shm, leave=0).name} if room == "too little" else set()
+        with pytest.raises(BundleBroken, match="sha256"):
+            load_checked(disk, open_bundle(bundle.path), own("broken"))
+        assert {path.name for path in host.SHM.iterdir()} == before
 
     in_small_shm(64 * MIB, body)
 
