@@ -208,6 +208,6 @@ def test_what_the_engine_says_becomes_a_status() -> None:
     broken = from_engine(ServerError("Assertion failed (/src/cpp/x.cpp:12)", code="INTERNAL"))
     assert (broken.status, "cpp" in str(broken)) == (500, False)
     assert from_engine(ServerError("no connection", code="UNAVAILABLE")).status == 503
-    ready = from_lease(ServerError("cold; ready in about 3.2 s", code="UNAVAILABLE"), "m")
+    ready = from_lease(ServerError("cold", code="UNAVAILABLE", retry_after_s=3.2), "m")
     assert (ready.status, int(ready.headers["retry-after"]) >= 3) == (503, True)
     assert from_lease(ServerError("rank 128 does not fit", code="INVALID_ARGUMENT"), "m").status == 422

@@ -9,7 +9,6 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-import json
 import struct
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -26,7 +25,16 @@ from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 from h2.exceptions import H2Error
 from numpy.typing import NDArray
 
-from lora_slots.client import ROUTER, server_error
+from lora_slots.client_wire import (
+    ROUTER,
+    Message,
+    broken_off,
+    is_final,
+    no_server,
+    operation_request,
+    result_of,
+    server_error,
+)
 from lora_slots.direct import ENGINE, Lease
 from lora_slots.errors import ServerError, UsageError
 
@@ -51,7 +59,6 @@ INPUTS: Mapping[str, str] = {
     "return_log_probs": "BOOL",
 }
 """Engine inputs of one value, and their Triton type."""
-_FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 WINDOWS = Configuration(http2_connection_window_size=2**31 - 1, http2_stream_window_size=2**20)
 """A client that does not read holds up its own stream, after a megabyte of tokens, and never the whole connection."""
 END_AGAIN_S = (0.25, 0.5, 1, 2, 4, 8, 16)
@@ -119,13 +126,11 @@ class Door:
 
     async def operate(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Carry out an operation of the slot manager. Raises ServerError."""
-        request = self._request(ROUTER, uuid.uuid4().hex, ("op_result",))
-        for name, text in (("op", op), ("op_args", json.dumps(arguments))):
-            value = text.encode()
-            self._add(request, name, "BYTES", (1, 1), struct.pack("<I", len(value)) + value)
-        async with aclosing(self._stream(request, read_result)) as answers:
+        request = operation_request(op, arguments, uuid.uuid4().hex)
+        async with aclosing(self._stream(request, result_of)) as answers:
             async for answer in answers:
-                return answer
+                if answer is not None:
+                    return answer
         raise ServerError(f"{op}: no answer", code="INTERNAL")
 
     async def lease(self, adapter: str, lease_id: str, *, max_tokens: int, cold: str) -> Lease:
@@ -189,18 +194,18 @@ class Door:
             outputs.append("output_log_probs")
         if values.get("num_return_sequences", 1) != 1:
             outputs.append("sequence_index")
-        request = self._request(ENGINE, request_id, outputs)
-        self._add(request, "input_ids", "INT32", (1, len(prompt)), np.array(prompt, np.int32).tobytes())
+        message = Message(ENGINE, request_id, outputs)
+        message.ids("input_ids", prompt)
         numbers = {"input_lengths": len(prompt), "streaming": streaming, "exclude_input_in_output": True, **values}
         if task_id is not None:
             numbers["lora_task_id"] = task_id
         for name, value in numbers.items():
-            kind = INPUTS[name]
-            self._add(request, name, kind, (1, 1), struct.pack(_FORMATS[kind], value))
+            message.value(name, value, INPUTS[name])
         for name, array in arrays.items():
             kind = "INT32" if array.dtype == np.int32 else "FP32"
-            self._add(request, name, kind, array.shape, array.tobytes())
-        return self._stream(request, partial(read_piece, number))
+            message.made.inputs.add(name=name, datatype=kind, shape=array.shape)
+            message.made.raw_input_contents.append(array.tobytes())
+        return self._stream(message.made, partial(read_piece, number))
 
     async def _stream(self, request: Any, read: Callable[[Any], Answer]) -> AsyncGenerator[Answer, None]:
         kinds = (self._wire.ModelInferRequest, self._wire.ModelStreamInferResponse)
@@ -213,13 +218,13 @@ class Door:
                 while not final:  # leaving early resets the stream, which is a cancel
                     answer = await stream.recv_message()
                     if answer is None:
-                        raise ServerError("the server ended the stream too early", code="UNAVAILABLE")
+                        raise broken_off(self.url)
                     if answer.error_message:
                         raise server_error(Exception(answer.error_message), self.url)
                     response = answer.infer_response
                     if response.raw_output_contents:
                         yield read(response)
-                    final = response.parameters["triton_final_response"].bool_param
+                    final = is_final(response)
 
     async def _call(self, method: str, request: Any, *, timeout: float) -> Any:
         kinds = (type(request), getattr(self._wire, f"{method}Response"))
@@ -238,9 +243,9 @@ class Door:
         except GRPCError as error:
             raise server_error(Exception(f"[StatusCode.{error.status.name}] {error.message}"), self.url) from None
         except TimeoutError:
-            raise ServerError(f"{self.url} does not answer", code="UNAVAILABLE") from None
+            raise no_server(self.url, "it does not answer") from None
         except (StreamTerminatedError, ProtocolError, H2Error, OSError) as error:
-            raise ServerError(f"no connection to the server at {self.url}: {error}", code="UNAVAILABLE") from None
+            raise no_server(self.url, str(error)) from None
 
     async def _end(self, lease_id: str, tokens: int) -> None:
         for wait_s in END_AGAIN_S:
@@ -252,23 +257,6 @@ class Door:
                 return
             await asyncio.sleep(wait_s)
         log.warning("lease not given back, its deadline ends it", lease=lease_id, why=str(why))
-
-    def _request(self, model: str, request_id: str, outputs: Sequence[str]) -> Any:
-        request = self._wire.ModelInferRequest(model_name=model, id=request_id)
-        for name in outputs:
-            request.outputs.add(name=name)
-        request.parameters["triton_enable_empty_final_response"].bool_param = True
-        return request
-
-    @staticmethod
-    def _add(request: Any, name: str, kind: str, shape: Sequence[int], content: bytes) -> None:
-        request.inputs.add(name=name, datatype=kind, shape=shape)
-        request.raw_input_contents.append(content)
-
-
-def read_result(response: Any) -> dict[str, Any]:
-    """The answer of `lora_router` to an operation: one text, behind its length."""
-    return dict(json.loads(response.raw_output_contents[0][4:]))
 
 
 def read_piece(number: int, response: Any) -> Piece:

@@ -20,7 +20,6 @@ from lora_slots.errors import ServerError
 
 _PATH = re.compile(r"(?<![\w/])(?:[A-Za-z][\w+.-]*://\S+|(?:/[\w.@+-]+){2,}/?)")
 _TOO_LONG = re.compile(r"Prompt length \((\d+)\) exceeds maximum input length \((\d+)\)")
-_READY_IN = re.compile(r"ready in about (\d+(?:\.\d+)?) s")
 _UNAVAILABLE_RETRY_S = 1.0
 
 
@@ -94,8 +93,7 @@ def from_lease(error: ServerError, asked: str) -> ApiError:
     text = without_paths(str(error))
     match error.code:
         case "UNAVAILABLE" | "DEADLINE_EXCEEDED" | "CANCELLED":
-            found = _READY_IN.search(text)
-            return unavailable(text, "adapter_unavailable", float(found.group(1)) if found else _UNAVAILABLE_RETRY_S)
+            return unavailable(text, "adapter_unavailable", error.retry_after_s or _UNAVAILABLE_RETRY_S)
         case "INVALID_ARGUMENT" | "INVALID_ARG" | "FAILED_PRECONDITION":
             return ApiError(422, text, code="adapter_rejected", param="model")
         case "NOT_FOUND":

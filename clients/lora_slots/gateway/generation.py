@@ -20,6 +20,7 @@ from typing import Self
 import structlog
 
 from adapter_slots.registry import Entry
+from lora_slots.client_wire import is_miss
 from lora_slots.direct import Lease
 from lora_slots.errors import ServerError
 from lora_slots.gateway.choice import Choice
@@ -35,7 +36,6 @@ from lora_slots.text import Tokenizer
 log = structlog.get_logger("lora_slots.gateway")
 REGISTRY_LAG_S = 5.0
 _LOOK_AGAIN_S = 0.1
-_MISS = "not found in cache"
 BASE_FOUND_IN = "base"
 
 
@@ -82,7 +82,7 @@ class Generation:
                 self._first = await self._start()
             except ServerError as error:
                 adapter = self._lease.adapter if self._lease else None
-                if _MISS not in str(error) or adapter is None:
+                if not is_miss(error) or adapter is None:
                     raise
                 await self._give_back()
                 await self._door.operate("missed", adapter=adapter)

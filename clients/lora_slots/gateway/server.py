@@ -16,7 +16,7 @@ import structlog
 import uvicorn
 
 from adapter_slots.registry import Registry
-from lora_slots.client import ROUTER
+from lora_slots.client_wire import ROUTER
 from lora_slots.direct import ENGINE
 from lora_slots.errors import ServerError, UsageError
 from lora_slots.gateway.admin import admin_app
