@@ -46,11 +46,16 @@ def gateway(
 
         lora-slots gateway --host 0.0.0.0 --tenants tenants.yaml
     """
-    import structlog
-    import uvloop
-
     from lora_slots import address
-    from lora_slots.gateway.server import Settings, serve
+    from lora_slots.errors import UsageError
+
+    try:
+        import structlog
+        import uvloop
+
+        from lora_slots.gateway.server import Settings, serve
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the gateway needs {error.name}: pip install 'lora-slots[gateway]'") from None
 
     _log_json(structlog)
     settings = Settings(
