@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lora_slots.embedded import Prepared
+    from lora_slots.peft_source import PeftSource
     from lora_slots.stack import TritonServer
     from lora_slots.stack_folders import StackFolder
 
@@ -48,6 +49,10 @@ class Wishes:
     """http, grpc, metrics; 0: the usual one if it is free, else any."""
     slots: int
     idle_s: float
+    source: PeftSource | None = None
+    """Where `registry` comes from, if it is made of a folder of adapters."""
+    refresh_s: float | None = None
+    """How often to look at `source` again; None: never."""
 
     @property
     def shown(self) -> Sequence[str]:
@@ -60,8 +65,8 @@ def register(app: typer.Typer) -> None:
     app.command("up")(up)
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a number of seconds")
     return value
 
@@ -77,16 +82,36 @@ def up(
         Path | None,
         typer.Option(help="Serve the adapters of this adapters.yaml, as it is, in place of the example adapters."),
     ] = None,
+    peft_source: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve the adapters in this directory or s3://bucket/prefix, a folder each. [env: NIM_PEFT_SOURCE]"
+        ),
+    ] = None,
+    peft_refresh_s: Annotated[
+        float | None,
+        typer.Option(
+            callback=_finite,
+            min=0.001,
+            help="Look for changes there so often; default: never. [env: NIM_PEFT_REFRESH_INTERVAL]",
+        ),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask the base and each adapter.")] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Adapters in the engine's working set at most.")] = 8,
+    slots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Adapters in the engine's working set at most; default: 8. [env: NIM_MAX_GPU_LORAS]"),
+    ] = None,
     idle_s: Annotated[
-        float, typer.Option(min=0, callback=_finite, help="Evict an adapter nobody used for this many seconds.")
-    ] = 300.0,
+        float | None,
+        typer.Option(min=0, callback=_finite, help="Evict an adapter nobody used for so many seconds; default: 300."),
+    ] = None,
     http_port: Annotated[int, typer.Option(help="0: 8000 if it is free, else any.")] = 0,
     grpc_port: Annotated[int, typer.Option(help="0: 8001 if it is free, else any.")] = 0,
     metrics_port: Annotated[int, typer.Option(help="0: 8002 if it is free, else any.")] = 0,
 ) -> None:
     """Start everything here: base model, adapters, a real Triton; ask one prompt; serve until Ctrl-C.
+
+    What no option says is taken from LORA_SLOTS_* and then from NIM 1.x's variables: see docs/migration.md.
 
     Examples:
 
@@ -97,25 +122,36 @@ def up(
         lora-slots up --adapter mine=./my_adapter --slots 4
 
         lora-slots up --registry ./adapters.yaml
+
+        lora-slots up --peft-source ./loras --peft-refresh-s 30
     """
     from rich.console import Console
 
+    from lora_slots import up_adapters
     from lora_slots.stack import exit_on_signals
 
-    if registry is None:
-        adapters: Mapping[str, Path] | None = _adapters(adapter or [])
-        known = list(adapters or {})
-    elif adapter:
+    if adapter and registry is not None:
         raise UsageError("--adapter publishes into a registry of the stack's own; with --registry, add it to that file")
-    else:
-        adapters, known = None, _published(registry)
+    if peft_source is not None and (adapter or registry is not None):
+        raise UsageError("--peft-source says where all adapters come from: leave out --registry and --adapter")
+    console, environment = Console(), up_adapters.environment()
     ports = (http_port, grpc_port, metrics_port)
     with exit_on_signals():
-        _run(Wishes(adapters, registry, known, prompt, check, ports, slots, idle_s), Console())
+        source, named_by = None, "--registry"
+        if not adapter and registry is None:
+            named_by = environment.variables.get("registry", "--peft-source")
+            registry, source = up_adapters.from_environment(environment, peft_source, lambda line: _say(console, line))
+        adapters = up_adapters.examples_and(adapter or []) if registry is None else None
+        known = list(adapters or {}) if registry is None else up_adapters.published(registry, named_by)
+        slots = slots or int(environment.parameters.get("num_slots", 8))
+        idle_s = float(environment.parameters.get("idle_s", 300.0)) if idle_s is None else idle_s
+        refresh_s = peft_refresh_s or environment.peft_refresh_s
+        wishes = Wishes(adapters, registry, known, prompt, check, ports, slots, idle_s, source, refresh_s)
+        _run(wishes, console)
 
 
 def _run(wishes: Wishes, console: Console) -> None:
-    from lora_slots import embedded, stack_folders
+    from lora_slots import embedded, stack_folders, up_adapters
     from lora_slots.progress import Bars
     from lora_slots.stack.ports import choose_ports
 
@@ -135,6 +171,7 @@ def _run(wishes: Wishes, console: Console) -> None:
             _say(console, "starting Triton …")
             server = serving.enter_context(_triton(prepared, folder, wishes))
         serving.enter_context(folder.announced(server.grpc_url))
+        serving.enter_context(up_adapters.following(wishes.source, wishes.refresh_s, lambda line: _say(console, line)))
         try:
             _warm(server.grpc_url, wishes, console)
             _say(console, f"ready after {time.monotonic() - started:.1f} s\n")
@@ -251,34 +288,6 @@ def _short(path: Path) -> str:
     """A path as a person in this folder would type it."""
     absolute = path.absolute()  # not resolved: .venv/bin/python is a link
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
-
-
-def _adapters(wished: Sequence[str]) -> dict[str, Path]:
-    """The example adapters and those of `--adapter NAME=DIR`. Raises UsageError."""
-    from adapter_slots.registry import NAME_RULE, is_name
-
-    adapters = examples.adapters()
-    for text in wished:
-        name, separator, folder = text.partition("=")
-        if not separator or not folder:
-            raise UsageError(f"--adapter takes NAME=DIR, found {text!r}")
-        if not is_name(name):
-            raise UsageError(f"--adapter {text}: a name is {NAME_RULE}")
-        if name in adapters:
-            raise UsageError(f"--adapter {text}: there is an adapter {name!r} already; choose another name")
-        adapters[name] = Path(folder).expanduser()
-    return adapters
-
-
-def _published(registry: Path) -> list[str]:
-    """The names in a user's own registry. Raises UsageError."""
-    from adapter_slots.errors import RegistryError
-    from adapter_slots.registry import Registry
-
-    try:
-        return sorted(Registry(registry).entries)
-    except RegistryError as error:
-        raise UsageError(f"--registry: {error}") from None
 
 
 def _say(console: Console, text: str) -> None:
