@@ -46,9 +46,9 @@ def prepared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 @pytest.fixture(scope="session")
-def server(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A running stack, which can take raw PEFT adapters."""
-    with running(prepared, router={"tick_s": "0.2", "disk_dir": str(tmp_path_factory.mktemp("disk"))}) as made:
+def server(prepared: Prepared) -> Iterator[TritonServer]:
+    """A running stack."""
+    with running(prepared, router={"tick_s": "0.2"}) as made:
         yield made
 
 

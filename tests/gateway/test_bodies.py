@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_slots.base_model import make_tiny_llama
-from lora_slots.errors import ServerError
+from lora_slots.errors import ServerError, Unreachable
 from lora_slots.gateway.bodies import ChatBody, CompletionBody, read_body
 from lora_slots.gateway.errors import ApiError, from_engine, from_lease, without_paths
 from lora_slots.gateway.jobs import EngineFacts, Job, chat_job, chat_text, completion_job
@@ -208,6 +208,8 @@ def test_what_the_engine_says_becomes_a_status() -> None:
     broken = from_engine(ServerError("Assertion failed (/src/cpp/x.cpp:12)", code="INTERNAL"))
     assert (broken.status, "cpp" in str(broken)) == (500, False)
     assert from_engine(ServerError("no connection", code="UNAVAILABLE")).status == 503
+    nobody = from_lease(Unreachable("no server answers at 10.0.0.1:8001"), "m")
+    assert (nobody.status, nobody.code, "10.0.0.1" in str(nobody)) == (503, "engine_unavailable", False)
     ready = from_lease(ServerError("cold", code="UNAVAILABLE", retry_after_s=3.2), "m")
     assert (ready.status, int(ready.headers["retry-after"]) >= 3) == (503, True)
     assert from_lease(ServerError("rank 128 does not fit", code="INVALID_ARGUMENT"), "m").status == 422

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from adapter_slots.registry import Registry
 from lora_slots.gateway.bodies import ChatBody, CompletionBody
@@ -33,6 +34,14 @@ _LONG_TEXT = 16_384
 """Characters from which a text is tokenised in a thread: 10 ms of it would hold up every stream."""
 
 
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How a raw PEFT adapter becomes a bundle for a server that cannot do it (it has no `disk_dir`)."""
+
+    base: Path
+    engine: Path
+
+
 @dataclass(slots=True)
 class Gateway:
     """The parts of a running gateway."""
@@ -46,6 +55,8 @@ class Gateway:
     tenants: TenantsSource | None
     """None: everybody may use everything; only for a gateway that listens on loopback."""
     max_body_bytes: int
+    conversion: Conversion | None
+    """None: raw PEFT adapters are the server's to convert."""
     started: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
     limits: TenantLimits = field(default_factory=TenantLimits)

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from lora_slots.errors import ServerError
+from lora_slots.errors import ServerError, Unreachable
 
 _PATH = re.compile(r"(?<![\w/])(?:[A-Za-z][\w+.-]*://\S+|(?:/[\w.@+-]+){2,}/?)")
 _TOO_LONG = re.compile(r"Prompt length \((\d+)\) exceeds maximum input length \((\d+)\)")
@@ -90,6 +90,8 @@ def context_too_long(prompt: int, answer: int | None, limit: int, param: str) ->
 
 def from_lease(error: ServerError, asked: str) -> ApiError:
     """Why the slot manager granted no lease for the model name `asked`."""
+    if isinstance(error, Unreachable):  # its words are for an operator
+        return from_engine(error)
     text = without_paths(str(error))
     match error.code:
         case "UNAVAILABLE" | "DEADLINE_EXCEEDED" | "CANCELLED":

@@ -9,7 +9,9 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import os
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from adapter_slots.errors import ChangeRefused, RegistryError
@@ -21,6 +23,9 @@ from lora_slots.errors import ServerError, UsageError
 from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.errors import ApiError, from_operation, unavailable
 from lora_slots.refusals import Refused
+from peft_to_trtllm import convert
+from peft_to_trtllm.errors import AdapterRefused, InputError
+from trtllm_lora import EngineShape
 
 NOTICED_S = 10.0
 """How long the server may take to see a change of the registry."""
@@ -84,12 +89,10 @@ class Publisher:
     def _add(self, name: str, place: str) -> int:
         home, numbers = self._gateway.registry.home, []
         with examined(place, self._endpoint_url) as found:
-            version = {
-                "digest": found.digest,
-                "path": path_for(place, home),
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                **found.facts,
-            }
+            version = {"digest": found.digest, "path": path_for(place, home), **found.facts}
+            if found.kind == "peft" and found.folder is not None and home.folder is not None:
+                version |= self._as_bundle(name, found.folder, home.folder)
+        version["created"] = datetime.now(UTC).isoformat(timespec="seconds")
 
         def edit(doc: Doc) -> Doc:
             changed, number = add_version(doc, name, version)
@@ -98,6 +101,20 @@ class Publisher:
 
         change(home, f"load {name}", edit)
         return numbers[-1]
+
+    def _as_bundle(self, name: str, adapter: Path, folder: Path) -> dict[str, str]:
+        """Digest and path of an adapter's bundle, beside the registry, where the server cannot make it itself."""
+        conversion = self._gateway.conversion
+        if conversion is None:
+            return {}
+        dtype = EngineShape.from_engine_config(conversion.engine).dtype
+        try:
+            bundle = convert(
+                adapter, base=conversion.base, engine=conversion.engine, out=folder / "bundles", dtype=dtype, name=name
+            )
+        except (AdapterRefused, InputError) as error:
+            raise Refused(str(error)) from None
+        return {"digest": bundle.digest, "path": os.path.relpath(bundle.path, folder)}
 
     def _take_back(self, name: str, number: int, before: Entry | None) -> None:
         def edit(doc: Doc) -> Doc:

@@ -20,7 +20,7 @@ from lora_slots.client_wire import ROUTER
 from lora_slots.direct import ENGINE
 from lora_slots.errors import ServerError, UsageError
 from lora_slots.gateway.admin import admin_app
-from lora_slots.gateway.core import Gateway
+from lora_slots.gateway.core import Conversion, Gateway
 from lora_slots.gateway.door import Door
 from lora_slots.gateway.edge import is_loopback
 from lora_slots.gateway.jobs import EngineFacts
@@ -82,6 +82,7 @@ async def open_gateway(settings: Settings) -> Gateway:
             settings.base_name or tokenizer.resolve().name,
             tenants,
             settings.max_body_bytes,
+            Conversion(tokenizer, engine) if not router_says.get("disk_dir") else None,
         )
         _ = gateway.tokenizer.eos_ids, gateway.tokenizer.token_bytes  # read once, not in the first request
     except BaseException:
