@@ -6,7 +6,6 @@ registry that is no bundle on this machine counts by what the registry says of i
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lora_slots.arrays import load_array
 from lora_slots.refusals import Refused
 from trtllm_lora import EngineShape
 from trtllm_lora.bundle import CONFIG_FILE
@@ -89,10 +89,11 @@ def _of_files(files: Iterable[Path], shape: EngineShape) -> tuple[list[Group], l
 
 def _rows(data: bytes) -> Rows | str:
     """The rows of a `lora_config`, or why they are none."""
-    try:
-        table = np.load(io.BytesIO(data), allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        return f"{CONFIG_FILE} is not a readable array: {error}"
+    table, why = load_array(data)
+    if why:
+        return f"{CONFIG_FILE} is not a readable array: {why}"
+    if not isinstance(table, np.ndarray):
+        return f"{CONFIG_FILE} is an archive of arrays"
     if table.ndim != 3 or table.shape[2] not in (3, 4) or not table.size or table.dtype.kind not in "iu":
         return f"{CONFIG_FILE} is [1, rows, 3 or 4] int32, found {list(table.shape)} {table.dtype}"
     return np.asarray(table.reshape(-1, table.shape[2]), np.int64)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_slots.arrays import load_array
 from lora_slots.repo_files import Finding, Repository
 from trtllm_lora import MAX_TASK_ID
 from trtllm_lora.bundle import CONFIG_FILE, WEIGHTS_FILE
@@ -50,7 +51,7 @@ def _bundle_columns(repository: Repository) -> Iterator[tuple[Path, int]]:
     for folder in (*_bundle_folders(repository), *([Path(prefetch)] if prefetch else [])):
         for file in _arrays(folder, CONFIG_FILE):
             table = _header(file)
-            if isinstance(table, np.ndarray) and table.ndim == 3:
+            if table is not None and table.ndim == 3:
                 yield file, int(table.shape[2])
 
 
@@ -68,10 +69,8 @@ def _arrays(folder: Path, name: str) -> list[Path]:
 
 def _header(file: Path) -> Any:
     """The array, mapped; None if it is none, which is for a bundle's own check to tell, or the prefetch rule."""
-    try:
-        return np.load(file, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
+    array, _ = load_array(file)
+    return array if isinstance(array, np.ndarray) else None
 
 
 def _bundles(repository: Repository) -> Iterator[Finding]:

@@ -45,9 +45,9 @@ def parse_bytes(value: object) -> object:
     """`4GiB`, `512 MiB` or a number of bytes; anything else is left for pydantic to refuse."""
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", value.strip())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)\s*([KMGT]i?B|B)?", value.strip())
     if not found or (found[2] or "") not in _UNITS:
-        raise ValueError(f"{value!r} is not a size: write 4GiB, 512MiB or a number of bytes")
+        raise ValueError(f"{value[:40]!r} is not a size: write 4GiB, 512MiB or a number of bytes")
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 

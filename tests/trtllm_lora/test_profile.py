@@ -233,6 +233,7 @@ CASES: list[tuple[str, Changes, str, str, str]] = [
     # no rule: one field alone is wrong
     ("", (("engine.tensorrt_llm", 1.2),), "engine.tensorrt_llm", "read as a number", ""),
     ("", (("serving.lora_host_memory", "4 apples"),), "serving.lora_host_memory", "is not a size: write 4GiB", ""),
+    ("", (("serving.lora_host_memory", "1" * 400),), "serving.lora_host_memory", "is not a size: write 4GiB", ""),
     ("", (("serving.slot", 3),), "serving.slot", "no such key", "write slots"),
     ("", (("model.hidden_size", "big"),), "model.hidden_size", "valid integer", ""),
     ("", (("model.vocab_size", None),), "model.vocab_size", "is missing", ""),
