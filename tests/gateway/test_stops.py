@@ -43,6 +43,23 @@ def test_the_cut_does_not_depend_on_the_pieces(text: str, stops: list[str], data
     assert cutter.stopped == any(stop in text for stop in stops)
 
 
+@pytest.mark.parametrize(
+    ("text", "stops", "cut"),
+    [
+        ("abb", ["abb", "b"], "a"),  # the one that is complete first, not the one that begins first
+        ("xab", ["b", "ab"], "x"),  # of two that end together the longer one
+        ("aaab", ["aab"], "a"),
+        ("abc", ["d"], "abc"),
+    ],
+)
+def test_which_stop_string_wins(text: str, stops: list[str], cut: str) -> None:
+    """In one piece and letter by letter."""
+    for pieces in ([text], list(text)):
+        cutter = StopCutter(stops)
+        given_text = "".join(cutter.push(piece) for piece in pieces)
+        assert given_text + ("" if cutter.stopped else cutter.flush()) == cut == cut_of(text, stops)
+
+
 @given(text=TEXTS, stop=st.text("ab", min_size=1, max_size=4))
 def test_nothing_is_held_back_that_cannot_become_a_stop_string(text: str, stop: str) -> None:
     """What is held back is shorter than the stop string, and begins it."""
