@@ -28,7 +28,7 @@ from peft_to_trtllm.report import Findings, Report, ranges
 from peft_to_trtllm.scale import complexity, cost_of
 
 _MATCHING_SECONDS = 2.0
-_MOST_NAMES = 4096
+_MOST_NAMES, _MOST_PATTERNS = 4096, 64
 _MOST_LEAVES, _MOST_LAYERS = 256, 1024
 """Of which the absent tensors are looked for: more than any model has."""
 _MOST_STEPS = 4 * 10**9
@@ -44,7 +44,10 @@ class Targeting:
     def __init__(self, config: Mapping[str, Any], report: Report) -> None:
         self._warnings = report.warnings
         self._deadline = time.monotonic() + _MATCHING_SECONDS
-        self._parameters = _names(config.get("target_parameters"), "target_parameters", report.problems)
+        self._parameters: dict[str, set[str]] = {}
+        for name in _names(config.get("target_parameters"), "target_parameters", report.problems):
+            module, _, parameter = name.rpartition(".")
+            self._parameters.setdefault(module, set()).add(parameter)
         targets = config.get("target_modules")
         self._names: Sequence[str] = ()
         if isinstance(targets, list):
@@ -54,19 +57,17 @@ class Targeting:
         self._is_targeted = self._targeted_by(config, targets)
         excluded = config.get("exclude_modules")
         if isinstance(excluded, str) and excluded:
-            self._is_excluded = self._pattern(excluded, "exclude_modules") or _never
+            self._is_excluded = self._pattern(excluded, "exclude_modules", unknown=False) or _never
         else:
             self._is_excluded = _in(_names(excluded or None, "exclude_modules", report.problems))
         self._note_what_peft_rejects(config)
 
     def parameters(self, path: str) -> list[str]:
         """Names of the parameters of the module at `path` that target_parameters names; usually none."""
-        found = []
-        for name in self._parameters:
-            module, _, parameter = name.rpartition(".")
-            if not module or path == module or path.endswith(f".{module}"):
-                found.append(parameter)
-        return sorted(set(found))
+        if not self._parameters:
+            return []
+        found = (self._parameters.get(module, ()) for module in ("", *_tails(path)))
+        return sorted({parameter for parameters in found for parameter in parameters})
 
     def covers(self, path: str) -> bool:
         """Whether PEFT, by this config, would put an adapter on a module; true where that cannot be told."""
@@ -83,6 +84,8 @@ class Targeting:
             alike: whether every layer of the base has the same modules.
         """
         seen = _Seen.of(modules)
+        if not seen.paths:
+            return
         advice = "PEFT leaves them as the base has them; a file with all its tensors, if it was to have some"
         known = set(self._names)
         for path in seen.paths:
@@ -106,7 +109,7 @@ class Targeting:
         if targets is None:
             return None if config.get("target_parameters") is None else _never
         if isinstance(targets, str):
-            return None if targets.lower() == "all-linear" else self._pattern(targets, "target_modules")
+            return None if targets.lower() == "all-linear" else self._pattern(targets, "target_modules", unknown=True)
         whole, tails, in_layer = frozenset(self._names), _in(self._names), self._layer_test(config)
         return lambda path: path in whole or (tails(path) and in_layer(path))
 
@@ -119,18 +122,28 @@ class Targeting:
         names = [names] if isinstance(names, str) else names
         patterns = [re.compile(r".*?\.[^.]*\.(?P<layer>\d+)\.")]
         if names:
-            if not isinstance(names, list) or any(not isinstance(n, str) or self._costly(n) for n in names):
+            if not isinstance(names, list) or len(names) > _MOST_PATTERNS:
                 return lambda _: True
-            patterns = [re.compile(rf"(?:^|.*?\.){name}\.(?P<layer>\d+)\.") for name in names]
+            if any(not isinstance(name, str) or self._costly(name) for name in names):
+                return lambda _: True
+            try:
+                patterns = [re.compile(rf"(?:^|.*?\.){name}\.(?P<layer>\d+)\.") for name in names]
+            except re.error as error:  # whole in itself, but not beside a group of that name
+                self._note_cost(str(names), "layers_pattern", f"is not a valid regular expression: {error}")
+                return lambda _: True
+
+        numbers = frozenset(wanted)
 
         def in_layer(path: str) -> bool:
+            if time.monotonic() >= self._deadline:
+                return True
             found = next((match for pattern in patterns if (match := pattern.match(path))), None)
-            return found is not None and int(found["layer"]) in wanted
+            return found is not None and int(found["layer"]) in numbers
 
         return in_layer
 
-    def _pattern(self, pattern: str, field: str) -> _Test | None:
-        """re.fullmatch, or None for a pattern that is not to be run; true where a match would take too long."""
+    def _pattern(self, pattern: str, field: str, *, unknown: bool) -> _Test | None:
+        """re.fullmatch, or None for a pattern that is not to be run; `unknown` where a match would take too long."""
         cost = complexity(pattern, pattern)
         if isinstance(cost, str):
             self._note_cost(pattern, field, cost)
@@ -138,8 +151,9 @@ class Targeting:
         (open_repeats, choices), compiled = cost, re.compile(pattern)
 
         def test(path: str) -> bool:
-            too_long = len(path) ** open_repeats << choices > _MOST_STEPS or time.monotonic() >= self._deadline
-            return too_long or compiled.fullmatch(path) is not None
+            if len(path) ** open_repeats << choices > _MOST_STEPS or time.monotonic() >= self._deadline:
+                return unknown
+            return compiled.fullmatch(path) is not None
 
         return test
 

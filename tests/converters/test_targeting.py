@@ -74,6 +74,9 @@ def test_target_parameters_of_another_type(refused: Any, value: Any) -> None:
         ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*\.1\..*"}, 2),
         ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": "proj"}, 0),
         ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": r"(a+)+"}, 1),
+        ({"exclude_modules": "(?:ab|cd)?" * 20 + ".*" * 5 + "z"}, 0),
+        ({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": 0, "layers_pattern": "(?P<layer>layers)"}, 1),
+        ({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": 0, "layers_pattern": [3]}, 0),
         ({"target_modules": r".*_proj", "layers_to_transform": [0, 1]}, 1),
         ({"target_modules": ["q_proj", "v_proj"], "layers_pattern": "layers"}, 1),
         ({"target_modules": [], "target_parameters": ["q_proj.weight", "v_proj.weight"]}, 0),
@@ -107,6 +110,14 @@ def test_a_config_wider_than_the_file(tmp_path: Path, config: dict[str, Any], la
     told = [problem.found for problem in report.warnings.kept if problem.rule == "absent"]
     assert len(told) == len(absent)
     assert all(text.startswith(wanted) for text, wanted in zip(told, absent, strict=True))
+
+
+def test_a_file_without_a_module(tmp_path: Path) -> None:
+    """Where nothing of the file lands in the model, that alone is told."""
+    tensors = llama_tensors(prefix="base_model.model.model.vision_tower.layers.")
+    report = inspect(write_adapter(tmp_path / "a", tensors, {"target_modules": ["q_proj"]}), dtype="float32")
+    assert set(report.problems.counts) == {"tower"}
+    assert not report.warnings
 
 
 HEADS = ("model.layers", "model.language_model.layers", "transformer.h")
