@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,6 +20,8 @@ import numpy as np
 from lora_slots.refusals import Refused
 
 MAX_PROBLEMS = 20
+LATEST_S = 1e13
+"""Larger numbers of seconds are no time: so many milliseconds since 1970 are well below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,24 +123,37 @@ def _request(fields: Mapping[str, Any], usual_seconds: float) -> tuple[float, st
 
 
 def _time(value: object) -> float:
+    found = math.nan
     if isinstance(value, str):
         try:
-            return float(value)
+            found = float(value)
         except ValueError:
-            pass
-        try:
-            return datetime.fromisoformat(value).timestamp()
-        except ValueError:
-            raise ValueError(f"'time' {value!r} is neither seconds nor ISO 8601") from None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    raise ValueError(f"'time' {value!r} is neither seconds nor ISO 8601")
+            try:
+                found = datetime.fromisoformat(value).timestamp()
+            except (ValueError, OverflowError):
+                found = math.nan
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        found = _finite(value)
+    if not abs(found) < LATEST_S:
+        raise ValueError(f"'time' {str(value)[:40]!r} is neither seconds nor ISO 8601")
+    return found
 
 
 def _number(value: object, name: str) -> float | None:
     if value is None or value == "":
         return None
     try:
-        return float(value)  # type: ignore[arg-type]
+        found = _finite(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name!r} {value!r} is not a number") from None
+        found = math.nan
+    if not abs(found) < LATEST_S:
+        raise ValueError(f"{name!r} {str(value)[:40]!r} is not a number")
+    return found
+
+
+def _finite(value: Any) -> float:
+    """A float; nan for whole numbers beyond all floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan

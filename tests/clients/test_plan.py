@@ -13,6 +13,8 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from adapter_slots.events import Event
+from adapter_slots.machine import SlotMachine
 from adapter_slots.records import MachineConfig
 from lora_slots import engine_command, merge_command, plan_command
 from lora_slots.advice import advise
@@ -219,6 +221,26 @@ def test_the_forecast_counts_hits_as_the_machine_grants_them() -> None:
     assert one.wait_p50_s > 0.02
 
 
+def test_a_quiet_night_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Days without a request are one tick of the machine: adapters have left, only the pinned one is there."""
+    ticks = []
+    original = SlotMachine.handle
+
+    def counted(self: SlotMachine, event: Event, now: float) -> Any:
+        ticks.append(now)
+        return original(self, event, now)
+
+    monkeypatch.setattr(SlotMachine, "handle", counted)
+    config = MachineConfig(num_slots=2, cache_pages=64, host_bytes=2**40, idle_s=10.0, report_margin_s=0.0)
+    asked = [Request(i * 1e6, name, 0.1) for i, name in enumerate("abab" * 5)]
+    found = forecast(config, {"a": KIND, "b": KIND}, asked, pins=["a"])
+    assert found.hit_rate == 0.5  # the pinned one
+    assert len(ticks) < 200 * len(asked)
+    assert ticks == sorted(ticks)
+    long = [Request(0.0, "a", 1e9), Request(1.0, "b", 1e9)]
+    assert forecast(config, {"a": KIND, "b": KIND}, long).refused == 0
+
+
 def test_a_pinned_adapter_always_hits() -> None:
     """With two slots, one of them pinned, the pinned adapter hits and the two others take turns."""
     kinds = {"a": KIND, "b": KIND, "c": KIND}
@@ -260,6 +282,13 @@ def test_a_bad_log_names_its_lines(tmp_path: Path) -> None:
     with pytest.raises(Refused) as caught:
         read_log(file, 1.0)
     assert [line.split(":")[1] for line in str(caught.value).splitlines()] == ["2", "3", "4", "5"]
+    for wrong in ("1e999", "NaN", "1" * 400, '"9999-99-99"', "true"):
+        file.write_text(f'{{"time": {wrong}, "adapter": "a"}}')
+        with pytest.raises(Refused, match="neither seconds nor ISO 8601"):
+            read_log(file, 1.0)
+    file.write_text('{"time": 1, "adapter": "a", "seconds": 1e300}')
+    with pytest.raises(Refused, match="'seconds' '1e\\+300' is not a number"):
+        read_log(file, 1.0)
     file.write_text("time,adapter\n")
     with pytest.raises(Refused, match="no request in it"):
         read_log(file, 1.0)
