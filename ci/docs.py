@@ -10,6 +10,8 @@ import re
 import sys
 from pathlib import Path
 
+from cli_reference import reference
+
 from adapter_slots.metrics import FAMILIES
 from adapter_slots.transitions import TRANSITIONS
 from lora_slots.repo_rules import RULES as REPO_RULES
@@ -59,6 +61,7 @@ GENERATED = {
     ("docs/slot-states.md", "states"): slot_states,
     ("docs/engines.md", "profile rules"): profile_rules,
     ("docs/engines.md", "repo rules"): repo_rules,
+    ("docs/cli.md", "commands"): reference,
 }
 """(document, marker) -> what stands between the marker's two comments."""
 

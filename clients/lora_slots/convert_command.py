@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     options = _Parser(
         prog="lora-slots convert",
         description="Convert a PEFT LoRA adapter to a bundle for a TensorRT-LLM engine, or say every reason why not.",
-        epilog="Exit status: 0 converted, 2 refused, 1 a wrong argument, path or disk.",
+        epilog="Exit status: 0 converted, 2 refused, 1 a wrong argument, path or disk. "
+        "Example: lora-slots convert ./my_adapter --engine /engines/llama --out ./bundles",
         allow_abbrev=False,
     )
     add = options.add_argument

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +31,9 @@ def register(app: typer.Typer) -> None:
 
 
 @engine.command()
-def check(profiles: Annotated[list[Path], typer.Argument(help="Engine profiles (YAML).")]) -> None:
+def check(
+    profiles: Annotated[list[Path], typer.Argument(help="Engine profiles (YAML).")], as_json: Json = False
+) -> None:
     """Check profiles: every problem with file, line and what to write instead. Exit code 2 if there is one.
 
     Example: lora-slots engine check engines/profiles/*.yaml
@@ -39,16 +42,23 @@ def check(profiles: Annotated[list[Path], typer.Argument(help="Engine profiles (
     from trtllm_lora.profile import check_profile
 
     problems = [problem for path in profiles for problem in check_profile(path)[1]]
-    for problem in problems:
-        typer.echo(str(problem))
+    if as_json:
+        typer.echo(json.dumps([asdict(problem) for problem in problems], indent=1, default=str))
+    else:
+        for problem in problems:
+            typer.echo(str(problem))
     if any(not problem.warning for problem in problems):
         raise typer.Exit(EXIT_REFUSED)
-    typer.echo(f"{len(profiles)} profiles are good")
+    if not as_json:
+        typer.echo(f"{len(profiles)} profiles are good")
 
 
 @engine.command()
 def schema() -> None:
-    """Print the JSON schema of a profile (engines/profiles/profile.schema.json)."""
+    """Print the JSON schema of a profile (engines/profiles/profile.schema.json).
+
+    Example: lora-slots engine schema > profile.schema.json
+    """
     from trtllm_lora.profile import schema as profile_schema
 
     typer.echo(json.dumps(profile_schema(), indent=2))
@@ -99,6 +109,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="Engine directory.")],
     profile: Profile,
     files: Annotated[bool, typer.Option("--files", help="Also hash every file against the manifest.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare a built engine with its profile, by its config.json alone. Exit code 2 if they differ.
 
@@ -112,9 +123,12 @@ def verify(
     with refusing():
         problems = [str(difference) for difference in verify_engine(folder, load_profile(profile))]
         problems += check_manifest(folder) if files else []
+        if as_json:
+            typer.echo(json.dumps({"engine": str(folder), "profile": str(profile), "problems": problems}, indent=1))
         if problems:
             raise Refused("\n".join(f"{folder}: {problem}" for problem in problems))
-        typer.echo(f"{folder} is what {profile} says")
+        if not as_json:
+            typer.echo(f"{folder} is what {profile} says")
 
 
 @engine.command()

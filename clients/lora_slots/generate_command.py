@@ -19,15 +19,17 @@ def register(app: typer.Typer) -> None:
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; '-' reads standard input.")],
     adapter: Annotated[str | None, typer.Option(help="Adapter name; without it the base model answers.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")] = 128,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory with the chat template; default: the embedded base model's.")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; default: greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1)] = None,
-    top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0)] = None,
-    seed: Annotated[int | None, typer.Option(min=0)] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among so many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest tokens of this share.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answer.")] = None,
     url: Annotated[
         str | None, typer.Option(help="host:port of Triton's gRPC door; default: $LORA_SLOTS_URL or `up`.")
     ] = None,

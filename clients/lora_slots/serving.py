@@ -71,7 +71,7 @@ def _source(environment: nim.Environment, merged: dict[str, str]) -> PeftSource 
     endpoint = merged.get("s3_endpoint_url")
     source = PeftSource(environment.peft_source, max_rank=environment.max_lora_rank, endpoint_url=endpoint)
     try:
-        _tell(source.scan().lines())
+        _tell([f"registry: {source.registry}", *source.scan().lines()])
     except (UsageError, BaseModelError) as error:
         raise SettingsError(f"{environment.variables['peft_source']}: {error}") from None
     merged["registry"] = str(source.registry)

@@ -80,7 +80,10 @@ def explain(name: Annotated[str, typer.Argument(help="Adapter name.")], url: Url
 
 @slots.command()
 def pools(url: Url = None, as_json: Json = False) -> None:
-    """Slots reserved for groups of adapters, and how many each group has now."""
+    """Slots reserved for groups of adapters, and how many each group has now.
+
+    Example: lora-slots slots pools
+    """
     answer = _operate(url, "status")["pools"]
     if as_json:
         typer.echo(json.dumps(answer, indent=1))
@@ -92,10 +95,24 @@ def pools(url: Url = None, as_json: Json = False) -> None:
 
 
 @slots.command()
-def drain(off: Annotated[bool, typer.Option("--off", help="Grant leases again.")] = False, url: Url = None) -> None:
-    """Grant nothing new, and let running leases end; --off takes it back."""
-    _operate(url, "drain", on=not off)
-    typer.echo("granting again" if off else "draining: running leases end, new ones are refused")
+def drain(
+    off: Annotated[bool, typer.Option("--off", help="Grant leases again.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Grant nothing new, and let running leases end; --off takes it back.
+
+    Examples:
+
+        lora-slots slots drain
+
+        lora-slots slots drain --off
+    """
+    answer = _operate(url, "drain", on=not off)
+    if as_json:
+        typer.echo(json.dumps(answer))
+    else:
+        typer.echo("granting again" if off else "draining: running leases end, new ones are refused")
 
 
 @slots.command()
@@ -118,13 +135,19 @@ def pin(names: Names, url: Url = None, as_json: Json = False) -> None:
 
 @slots.command()
 def unpin(names: Names, url: Url = None, as_json: Json = False) -> None:
-    """End a pin."""
+    """End a pin.
+
+    Example: lora-slots slots unpin pirate
+    """
     _each("unpin", names, url, as_json)
 
 
 @slots.command()
 def evict(names: Names, url: Url = None, as_json: Json = False) -> None:
-    """Take idle adapters out of their slots. Refused while one is leased or pinned."""
+    """Take idle adapters out of their slots. Refused while one is leased or pinned.
+
+    Example: lora-slots slots evict pirate robot
+    """
     _each("evict", names, url, as_json)
 
 

@@ -28,8 +28,10 @@ def add(
         list[str] | None, typer.Option(help="Adapter or alias it may use, or a pattern such as 'acme-*'; repeatable.")
     ] = None,
     base: Annotated[bool, typer.Option(help="Whether it may ask the base model.")] = True,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1)] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(min=1)] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Requests it may begin in a minute.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompts and answers in a minute.")
+    ] = None,
     concurrent: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
     cold_loads: Annotated[int | None, typer.Option(min=0, help="Cold adapters being loaded for it at once.")] = None,
     file: File = DEFAULT,
@@ -53,7 +55,10 @@ def add(
 def list_tenants(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, file: File = DEFAULT
 ) -> None:
-    """Tenants, what they may use, and the ids of their keys (the keys themselves are nowhere)."""
+    """Tenants, what they may use, and the ids of their keys (the keys themselves are nowhere).
+
+    Example: lora-slots tenants list --json
+    """
     from lora_slots.gateway.tenants import read_tenants
 
     parsed = read_tenants(file)
@@ -107,7 +112,10 @@ def key(
 
 @tenants.command()
 def remove(name: Annotated[str, typer.Argument(help="The tenant's name.")], file: File = DEFAULT) -> None:
-    """Take a tenant out, with all its keys."""
+    """Take a tenant out, with all its keys.
+
+    Example: lora-slots tenants remove acme
+    """
     from lora_slots.gateway.keys import remove_tenant
 
     remove_tenant(file, name)
