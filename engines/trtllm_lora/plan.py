@@ -255,13 +255,13 @@ def _configured_warnings(plan: Plan, wish: Wish) -> Iterator[str]:
         yield f"the engine would not start with the profile's lora_host_memory of {size} bytes"
         return
     own = profile.geometry()
-    largest = max(count for count, _ in wish.fleet.pages(own))
-    room = pages // largest
-    if room < min(plan.slots, wish.fleet.count):
+    needed = worst_pages(wish.fleet, own, plan.slots)
+    if needed > pages:
+        room = pages // max(count for count, _ in wish.fleet.pages(own))
         what = "holds no adapter of the largest kind" if not room else f"holds {room} of the largest adapters"
         yield (
-            f"the profile's lora_host_memory of {size} bytes is {pages} pages and {what}, {plan.slots} slots are "
-            "wanted: while they are busy, one more gets `Cache is full. There are no done tasks to evict` "
+            f"the profile's lora_host_memory of {size} bytes is {pages} pages and {what}, the {plan.slots} slots need "
+            f"{needed}: while they are busy, one more gets `Cache is full. There are no done tasks to evict` "
             f"(tensorrtllm_backend#559); write {plan.host_bytes}"
         )
 

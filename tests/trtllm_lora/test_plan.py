@@ -55,8 +55,15 @@ def test_issue_559_golden_numbers() -> None:
     assert plan.configured_pages == 1
     told = [text for text in plan.warnings if "#559" in text]
     assert len(told) == 1
+    assert "holds 1 of the largest adapters, the 2 slots need 2" in told[0]
     assert "There are no done tasks to evict" in told[0]
     assert plan.host_pages >= 2
+
+
+def test_what_is_configured_and_enough_is_not_warned_of() -> None:
+    """92 pages hold 20 adapters of rank 64 and 12 of rank 16, though not 32 of rank 64: only the latter is told."""
+    assert not [text for text in make_plan(wish(profile(), "200x16,20x64", slots=32)).warnings if "#559" in text]
+    assert [text for text in make_plan(wish(profile(), "200x16,21x64", slots=32)).warnings if "#559" in text]
 
 
 def test_issue_559_one_byte_less_does_not_start() -> None:
