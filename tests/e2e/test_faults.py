@@ -31,7 +31,7 @@ from peft_to_trtllm import convert
 pytestmark = pytest.mark.triton
 STEADY = "json-1"
 MIB = 2**20
-QUICK = {"tick_s": "0.1", "wait_s": "8"}
+QUICK = {"tick_s": "0.1", "wait_s": "3"}
 
 
 def by_name(golden: list[dict[str, Any]], adapter: str) -> dict[str, Any]:
