@@ -213,3 +213,5 @@ def test_what_the_engine_says_becomes_a_status() -> None:
     ready = from_lease(ServerError("cold", code="UNAVAILABLE", retry_after_s=3.2), "m")
     assert (ready.status, int(ready.headers["retry-after"]) >= 3) == (503, True)
     assert from_lease(ServerError("rank 128 does not fit", code="INVALID_ARGUMENT"), "m").status == 422
+    pinned = from_lease(ServerError("all 4 slots are pinned", code="RESOURCE_EXHAUSTED"), "m")
+    assert (pinned.status, pinned.headers) == (429, {"x-should-retry": "false"})

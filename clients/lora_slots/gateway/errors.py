@@ -96,6 +96,8 @@ def from_lease(error: ServerError, asked: str) -> ApiError:
     match error.code:
         case "UNAVAILABLE" | "DEADLINE_EXCEEDED" | "CANCELLED":
             return unavailable(text, "adapter_unavailable", error.retry_after_s or _UNAVAILABLE_RETRY_S)
+        case "RESOURCE_EXHAUSTED":
+            return limited(text, "no_slot", None)
         case "INVALID_ARGUMENT" | "INVALID_ARG" | "FAILED_PRECONDITION":
             return ApiError(422, text, code="adapter_rejected", param="model")
         case "NOT_FOUND":
