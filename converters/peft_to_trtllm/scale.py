@@ -18,13 +18,15 @@ import re
 import time
 import warnings
 from collections.abc import Mapping
-from re import _constants as sre  # type: ignore[attr-defined]
-from re import _parser as sre_parser  # type: ignore[attr-defined]
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from peft_to_trtllm.fields import Settings
 from peft_to_trtllm.report import Findings
 
+sre: Any = import_module("re._constants")
+sre_parser: Any = import_module("re._parser")
+"""The pattern's own parse tree: nothing public tells what a pattern may cost."""
 _LONGEST_KEY = 512
 _MATCHING_SECONDS = 10.0
 _REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT)
