@@ -74,7 +74,7 @@ if [ -z "${LORA_SLOTS_ENGINE:-}" ]; then
     must "build $profile" lora-slots engine build "$profile" -o "$engine"
 fi
 must "the engine is the profile's, byte for byte what was built" lora-slots engine verify "$engine" "$profile" --files
-check "capacity plan" lora-slots plan "$profile" --fleet 100x16,10x64
+check "capacity plan" lora-slots plan "$profile"
 
 printf 'schema: 1\nadapters: {}\n' >"$work/adapters.yaml"
 mkdir "$work/prefetch"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from trtllm_lora.plan import Plan, Wish
     from trtllm_lora.profile import EngineProfile
 
-DEFAULT_FLEET = "100x16"
+USUAL_CONTEXT = 2048
+DEFAULT_COUNT, DEFAULT_RANK = 100, 16
+"""Adapters that are planned for where none are named, of the engine's largest rank where that is lower."""
 
 
 def register(app: typer.Typer) -> None:
@@ -26,13 +30,17 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     profile: Annotated[Path, typer.Argument(help="Engine profile (YAML).")],
-    fleet: Annotated[str | None, typer.Option(help="Adapters in words: COUNTxRANK[:MODULE+MODULE],…")] = None,
+    fleet: Annotated[
+        str | None, typer.Option(help="Adapters in words: COUNTxRANK[:MODULE+MODULE],…; default: 100x16.")
+    ] = None,
     adapters: Annotated[str | None, typer.Option(help="Adapters of a registry: adapters.yaml, or s3://…")] = None,
     bundles: Annotated[Path | None, typer.Option(help="Adapters of a folder of bundles.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Memory of one GPU, such as 80GiB; default: the profile's.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Adapters in slots; default: the profile's.")] = None,
     pinned: Annotated[int, typer.Option(min=0, help="Of them, adapters that never leave.")] = 0,
-    context: Annotated[int, typer.Option(min=1, help="Tokens a stream usually holds.")] = 2048,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a stream usually holds; default: 2048, or max_seq_len.")
+    ] = None,
     what_if: Annotated[
         list[str] | None,
         typer.Option(help="pin=N, max-rank=R, ranks=R, tenants=+N[xR], slots=N, context=N, gpu=SIZE; may be repeated."),
@@ -57,17 +65,25 @@ def plan(
 
         lora-slots plan engines/profiles/mistral-7b.yaml --zipf 1 --what-if pin=4 --what-if max-rank=128 --plot plan.svg
     """
-    from lora_slots.refusals import Refused, refusing
+    from lora_slots.refusals import Gathered, refusing
+    from trtllm_lora.profile import load_profile
+    from trtllm_lora.whatif import apply
 
     with refusing():
-        loaded = _profile(profile)
-        chosen = _fleet(loaded, fleet, adapters, bundles)
-        asked = _wish(loaded, chosen, gpu, slots, pinned, context)
-        requests = _requests(log, seconds)
-        if log and zipf is not None:
-            raise Refused("--log and --zipf: give one of them")
+        loaded, gathered = load_profile(profile), Gathered()
+        chosen = gathered.of(lambda: _fleet(loaded, fleet, adapters, bundles))
+        size = gathered.of(lambda: _gpu(loaded, gpu))
+        tokens = gathered.of(lambda: _context(loaded, context))
+        requests = gathered.of(lambda: _requests(log, zipf, seconds))
+        gathered.of(lambda: _plot_kind(plot))
+        wishes: list[tuple[str, Wish | None]] = []
+        if chosen is not None and size is not None and tokens is not None:
+            asked = _wish(loaded, chosen, size, slots, pinned, tokens)
+            wishes = [("as asked", asked)]
+            wishes += [(text, gathered.of(partial(apply, asked, text))) for text in what_if or ()]
+        gathered.tell()
         traffic = _Traffic(requests, zipf, rate, seconds, str(log) if log else "")
-        cases = _cases(asked, what_if or [], traffic)
+        cases = _cases([(name, wish) for name, wish in wishes if wish is not None], traffic)
         if plot:
             from lora_slots.plan_plot import draw
 
@@ -118,12 +134,6 @@ class _Traffic:
         return forecast(config, dict(zip(names, kinds, strict=True)), requests, pins=pins, source=source)
 
 
-def _profile(path: Path) -> EngineProfile:
-    from trtllm_lora.profile import load_profile
-
-    return load_profile(path)
-
-
 def _fleet(profile: EngineProfile, words: str | None, registry: str | None, bundles: Path | None) -> Fleet:
     from lora_slots.fleet_source import from_bundles, from_registry
     from lora_slots.refusals import Refused
@@ -136,12 +146,11 @@ def _fleet(profile: EngineProfile, words: str | None, registry: str | None, bund
         return from_registry(registry, shape)
     if bundles is not None:
         return from_bundles(bundles, shape)
-    return parse_fleet(words or DEFAULT_FLEET, shape)
+    return parse_fleet(words or f"{DEFAULT_COUNT}x{min(DEFAULT_RANK, profile.lora.max_rank)}", shape)
 
 
-def _wish(profile: EngineProfile, fleet: Fleet, gpu: str | None, slots: int | None, pinned: int, context: int) -> Wish:
+def _gpu(profile: EngineProfile, gpu: str | None) -> int:
     from lora_slots.refusals import Refused
-    from trtllm_lora.plan import Wish
     from trtllm_lora.profile import parse_bytes
 
     try:
@@ -150,27 +159,47 @@ def _wish(profile: EngineProfile, fleet: Fleet, gpu: str | None, slots: int | No
         raise Refused(f"--gpu: {error}") from None
     if not isinstance(size, int):
         raise Refused("the profile has no serving.gpu_memory: write it there, or give --gpu 80GiB")
-    if context > profile.engine.max_seq_len:
-        raise Refused(f"--context {context}: the engine's max_seq_len is {profile.engine.max_seq_len}")
+    return size
+
+
+def _context(profile: EngineProfile, context: int | None) -> int:
+    from lora_slots.refusals import Refused
+
+    longest = profile.engine.max_seq_len
+    if context is not None and context > longest:
+        raise Refused(f"--context {context}: the engine's max_seq_len is {longest}")
+    return context or min(USUAL_CONTEXT, longest)
+
+
+def _wish(profile: EngineProfile, fleet: Fleet, size: int, slots: int | None, pinned: int, context: int) -> Wish:
+    from trtllm_lora.plan import Wish
+
     return Wish(profile, fleet, size, slots or profile.serving.slots, pinned, context)
 
 
-def _requests(log: Path | None, seconds: float) -> list[Request] | None:
-    if log is None:
-        return None
+def _requests(log: Path | None, zipf: float | None, seconds: float) -> list[Request] | None:
+    from lora_slots.refusals import Refused
     from lora_slots.traffic import read_log
 
-    return read_log(log, seconds)
+    if log is not None and zipf is not None:
+        raise Refused("--log and --zipf: give one of them")
+    return read_log(log, seconds) if log is not None else None
 
 
-def _cases(wish: Wish, what_if: list[str], traffic: _Traffic) -> list[Case]:
+def _plot_kind(plot: Path | None) -> None:
+    from lora_slots.plan_plot import check_name
+
+    if plot is not None:
+        check_name(plot)
+
+
+def _cases(wishes: Sequence[tuple[str, Wish]], traffic: _Traffic) -> list[Case]:
     from trtllm_lora.plan import make_plan
-    from trtllm_lora.whatif import apply
 
     cases: list[Case] = []
-    for name, case in [("as asked", wish), *((text, apply(wish, text)) for text in what_if)]:
-        made = make_plan(case)
-        cases.append((name, case, made, traffic.forecast(case, made)))
+    for name, wish in wishes:
+        made = make_plan(wish)
+        cases.append((name, wish, made, traffic.forecast(wish, made)))
     return cases
 
 

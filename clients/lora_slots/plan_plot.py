@@ -57,6 +57,7 @@ def draw(cases: Sequence[Case], file: Path) -> None:
     Raises:
         Refused: another ending than .svg or .png, or .png without matplotlib.
     """
+    check_name(file)
     height = TOP + len(cases) * (BAR + GAP) + 30
     shapes = list(_shapes(cases))
     kind = file.suffix.lower()
@@ -64,7 +65,11 @@ def draw(cases: Sequence[Case], file: Path) -> None:
         file.write_text(_svg(shapes, height), encoding="utf-8")
     elif kind == ".png":
         _png(shapes, height, file)
-    else:
+
+
+def check_name(file: Path) -> None:
+    """Raise Refused: another ending than .svg or .png."""
+    if file.suffix.lower() not in (".svg", ".png"):
         raise Refused(f"--plot {file}: write a name that ends in .svg or .png")
 
 

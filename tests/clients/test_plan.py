@@ -90,6 +90,27 @@ def test_bad_input_ends_with_2_and_a_reason(words: tuple[str, ...], says: str) -
     assert says in run("plan", LLAMA, *words, code=2).stderr
 
 
+def test_every_wrong_option_is_told_at_once(tmp_path: Path) -> None:
+    """Fleet, context, log and plot are wrong together, and so are two what-ifs: a line for each, and no picture."""
+    words = ("--fleet", "3x128,ax", "--context", "10000", "--log", "/nowhere", "--plot", "p.gif")
+    told = run("plan", LLAMA, *words, code=2).stderr.splitlines()
+    assert [line.split(":")[0] for line in told] == ["3x128", "--context 10000", "/nowhere", "--plot p.gif"]
+    what_ifs = ("--what-if", "luck=3", "--what-if", "slots=0", "--plot", str(tmp_path / "p.svg"))
+    assert len(run("plan", LLAMA, *what_ifs, code=2).stderr.splitlines()) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_defaults_fit_the_engine(tmp_path: Path) -> None:
+    """Where nothing is said, ranks and context are no larger than the engine takes."""
+    file = tmp_path / "small.yaml"
+    text = (
+        Path(LLAMA).read_text().replace("max_rank: 64", "max_rank: 8").replace("max_seq_len: 8192", "max_seq_len: 512")
+    )
+    file.write_text(text)
+    data = json.loads(run("plan", str(file), "--json").stdout)
+    assert (data["adapters"]["ranks"], data["kv"]["context"]) == ([8], 512)
+
+
 def test_a_bad_profile_tells_every_problem(tmp_path: Path) -> None:
     """All problems of a profile, each with file:line, and exit code 2, from every command that takes one."""
     file = tmp_path / "bad.yaml"
