@@ -22,6 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 from trtllm_lora import MODULES, EngineShape, Row, dims, pack
 
@@ -40,15 +41,18 @@ class Stream:
 
     def finish(self) -> None:
         """Wait for the end. Raises what the server said."""
-        while True:
+        ended = False
+        while not ended:
             at, result, error = self.heard.get(timeout=600)
             if error is not None:
                 raise error
             ids = result.as_numpy("output_ids")
             self.tokens += [at] * (0 if ids is None else ids.size)
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                break
-        self.client.stop_stream()
+            ended = result.get_response().parameters["triton_final_response"].bool_param
+
+    def close(self) -> None:
+        """Give the stream up; an open one would keep this process from ending."""
+        self.client.stop_stream(cancel_requests=True)
         self.client.close()
 
 
@@ -99,7 +103,11 @@ class Engine:
     def timed(self, tokens: int, task: int | None = None, **tensors: Any) -> float:
         """Seconds of a whole request."""
         began = time.perf_counter()
-        self.ask(tokens, task, **tensors).finish()
+        stream = self.ask(tokens, task, **tensors)
+        try:
+            stream.finish()
+        finally:
+            stream.close()
         return time.perf_counter() - began
 
 
@@ -107,13 +115,31 @@ def decode(engine: Engine, streams: int, tasks: Sequence[int | None], tokens: in
     """(tokens per second of all streams together, median seconds to a first token)."""
     began = time.perf_counter()
     running = [engine.ask(tokens, tasks[i % len(tasks)]) for i in range(streams)]
-    for each in running:
-        each.finish()
+    try:
+        for each in running:
+            each.finish()
+    finally:
+        for each in running:
+            each.close()
     start = max(each.tokens[0] for each in running)
     end = min(each.tokens[-1] for each in running)
     counted = sum(start < at <= end for each in running for at in each.tokens)
     rate = counted / (end - start) if end > start else float("nan")
     return rate, statistics.median(each.tokens[0] for each in running) - began
+
+
+def hold(engine: Engine, tasks: Sequence[int]) -> bool:
+    """Send adapters; whether the engine's cache holds all of them at a time."""
+    for task in tasks:
+        engine.timed(1, task, **engine.adapter(task))
+    try:
+        for task in tasks:
+            engine.timed(1, task)
+    except InferenceServerException as error:
+        if "not found in cache" not in str(error):
+            raise
+        return False
+    return True
 
 
 def main() -> None:
@@ -141,6 +167,9 @@ def main() -> None:
     for streams in map(int, options.streams.split(",")):
         for adapters in ADAPTERS:
             if adapters > streams:
+                continue
+            if not hold(engine, tasks[:adapters]):
+                print(f"{streams:>8}{adapters:>10}  (the engine's LoRA cache holds fewer)")
                 continue
             chosen: list[int | None] = list(tasks[:adapters]) or [None]
             runs = [decode(engine, streams, chosen, options.tokens) for _ in range(options.repeats)]
