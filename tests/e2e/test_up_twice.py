@@ -80,7 +80,7 @@ def test_two_started_at_once_serve_each_its_own(cache: Path) -> None:
     one.end()
     third.interrupt()
     assert third.end()[0] == 130
-    assert lora_slots(*ASK).returncode == 1
+    assert lora_slots(*ASK).returncode != 0, "whoever serves on the usual port has no such adapter"
     assert list(cache.glob("stacks/*/stack.json")) == []
 
 
