@@ -27,19 +27,21 @@ class Chunk:
 def prefill_budget(num_decoding: int, num_adapters: int, max_num_tokens: int) -> int:
     """Prompt tokens allowed beside so many decoding sequences.
 
-    A step's cost is flat up to about 8 tokens (it reads all weights) and then grows with their number; a chunk beside
-    many adapters also widens the groups of all of them (batch.py), so it is halved.
+    A step's cost is flat up to about 8 tokens (it reads all weights) and then grows with their number. A chunk beside
+    adapters also widens the groups of all of them, to a power of two (batch.py): one token more can double that part.
     """
     if num_decoding == 0:
         return max_num_tokens
-    budget = 12 + num_decoding // 2
-    return min(budget if num_adapters <= 4 else budget // 2, max_num_tokens)
+    if num_adapters == 0:
+        return min(12 + num_decoding // 2, max_num_tokens)
+    return min(12 if num_adapters <= 4 else 8, max_num_tokens)
 
 
 def plan_step(running: Items[Sequence], max_num_tokens: int) -> list[Chunk]:
     """The next step's chunks: every decoding sequence, then prompts in order of arrival."""
     chunks = [Chunk(sequence, 1) for sequence in running if not sequence.prefilling]
-    left = prefill_budget(len(chunks), len({sequence.task for sequence in running}), max_num_tokens)
+    adapters = {sequence.task for sequence in running if sequence.task is not None}
+    left = prefill_budget(len(chunks), len(adapters), max_num_tokens)
     for sequence in running:
         if sequence.prefilling and left > 0:
             size = min(len(sequence.tokens) - sequence.num_computed, left)

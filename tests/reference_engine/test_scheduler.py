@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from reference_engine.batch import group_tokens
 from reference_engine.request import GenerationRequest
 from reference_engine.sampling import Sampler, Sampling
 from reference_engine.scheduler import plan_step, prefill_budget
@@ -36,8 +39,17 @@ def test_a_prompt_that_waits_for_budget_is_left_out() -> None:
 
 
 def test_many_adapters_shorten_the_chunks() -> None:
-    """The budget beside streams grows slowly with them and halves beyond four adapters."""
+    """Beside streams of the base the budget grows slowly with them; adapters, and many of them, shorten it."""
     assert prefill_budget(0, 16, 256) == 256
-    assert prefill_budget(1, 1, 256) < 2 * 16
-    assert prefill_budget(16, 16, 256) == prefill_budget(16, 1, 256) // 2
+    assert prefill_budget(1, 0, 256) < prefill_budget(16, 0, 256) < 2 * 16
+    assert prefill_budget(16, 0, 256) > prefill_budget(16, 1, 256) > prefill_budget(16, 16, 256)
     assert prefill_budget(16, 1, 8) == 8
+
+
+def test_a_chunk_beside_many_adapters_fills_its_groups() -> None:
+    """Groups are powers of two wide: with one token more every adapter's would be twice as wide, mostly in vain."""
+    tokens = prefill_budget(15, 16, 256)
+    widths = [
+        group_tokens(np.array([*range(1, 17), *[16] * (n - 1)], np.int32), 16)[0].shape[1] for n in (tokens, tokens + 1)
+    ]
+    assert widths == [tokens, 2 * tokens]
