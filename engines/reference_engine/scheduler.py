@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -24,6 +25,11 @@ class Chunk:
     num_tokens: int
 
 
+FEW_ADAPTERS, GROUP = 4, 8
+"""Beside more adapters than FEW the tokens of each make a group of GROUP, if they fit: wider ones cost all of them."""
+LEAST = 4
+
+
 def prefill_budget(num_decoding: int, num_adapters: int, max_num_tokens: int) -> int:
     """Prompt tokens allowed beside so many decoding sequences.
 
@@ -33,18 +39,23 @@ def prefill_budget(num_decoding: int, num_adapters: int, max_num_tokens: int) ->
     if num_decoding == 0:
         return max_num_tokens
     if num_adapters == 0:
-        return min(12 + num_decoding // 2, max_num_tokens)
-    return min(12 if num_adapters <= 4 else 8, max_num_tokens)
+        return min(12 + num_decoding // 4, max_num_tokens)
+    return min(12 if num_adapters <= FEW_ADAPTERS else GROUP, max_num_tokens)
 
 
 def plan_step(running: Items[Sequence], max_num_tokens: int) -> list[Chunk]:
     """The next step's chunks: every decoding sequence, then prompts in order of arrival."""
     chunks = [Chunk(sequence, 1) for sequence in running if not sequence.prefilling]
+    tokens = Counter(chunk.sequence.task for chunk in chunks)
     adapters = {sequence.task for sequence in running if sequence.task is not None}
     left = prefill_budget(len(chunks), len(adapters), max_num_tokens)
+    groups_matter = bool(chunks) and len(adapters) > FEW_ADAPTERS
     for sequence in running:
         if sequence.prefilling and left > 0:
             size = min(len(sequence.tokens) - sequence.num_computed, left)
+            if groups_matter and sequence.task is not None:
+                size = min(size, max(LEAST, GROUP - tokens[sequence.task]))
             chunks.append(Chunk(sequence, size))
+            tokens[sequence.task] += size
             left -= size
     return chunks

@@ -20,10 +20,10 @@ def _sequence(num_prompt: int, *, computed: int = 0, answer: int = 0, task: int 
 def test_streams_get_a_token_each_and_prompts_share_the_rest() -> None:
     """Decoding sequences come first; prompts follow in order of arrival until the budget is spent."""
     streams = [_sequence(5, computed=5 + i, answer=i + 1) for i in range(2)]
-    first, second = _sequence(12), _sequence(40)
+    first, second = _sequence(11), _sequence(40)
     chunks = plan_step([first, *streams, second], 256)
     assert [(s, 1) for s in streams] == [(c.sequence, c.num_tokens) for c in chunks[:2]]
-    assert [(first, 12), (second, 1)] == [(c.sequence, c.num_tokens) for c in chunks[2:]]
+    assert [(first, 11), (second, 1)] == [(c.sequence, c.num_tokens) for c in chunks[2:]]
 
 
 def test_a_prompt_alone_is_as_long_as_the_step_allows() -> None:
@@ -46,10 +46,17 @@ def test_many_adapters_shorten_the_chunks() -> None:
     assert prefill_budget(16, 1, 8) == 8
 
 
-def test_a_chunk_beside_many_adapters_fills_its_groups() -> None:
+def test_a_chunk_beside_many_adapters_fits_its_group() -> None:
     """Groups are powers of two wide: with one token more every adapter's would be twice as wide, mostly in vain."""
-    tokens = prefill_budget(15, 16, 256)
-    widths = [
-        group_tokens(np.array([*range(1, 17), *[16] * (n - 1)], np.int32), 16)[0].shape[1] for n in (tokens, tokens + 1)
-    ]
-    assert widths == [tokens, 2 * tokens]
+    streams = [_sequence(5, computed=6, answer=2, task=task) for task in range(1, 17)]
+    for task, size in ((17, 8), (1, 7)):  # a new adapter, and one that streams already
+        *_, last = plan_step([*streams, _sequence(100, task=task)], 256)
+        assert (last.sequence.task, last.num_tokens) == (task, size)
+        places = np.array([*range(1, 17), *[task] * size], np.int32)
+        assert group_tokens(places, 17)[0].shape[1] == 8
+        assert group_tokens(np.append(places, np.int32(task)), 17)[0].shape[1] == 16
+    crowd = [_sequence(5, computed=6, answer=2, task=1) for _ in range(8)]
+    *_, last = plan_step([*streams, *crowd, _sequence(100, task=1)], 256)
+    assert last.num_tokens == 4, "its group is wide already; the prompt goes on all the same"
+    alone = plan_step([_sequence(100, task=task) for task in range(1, 7)], 256)
+    assert [chunk.num_tokens for chunk in alone] == [100, 100, 56], "nobody streams: nobody is held up"
