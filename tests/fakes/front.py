@@ -113,7 +113,8 @@ class _Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
             call.over.wait()
             return
         passed = self._stub.ModelStreamInfer(iter((request,)))
-        context.add_callback(passed.cancel)
+        if not context.add_callback(passed.cancel):  # the client has gone already
+            passed.cancel()
         for answer in passed:
             if fault and call.responses == fault.after:
                 if fault.kind == "cut":

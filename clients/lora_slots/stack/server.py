@@ -16,6 +16,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -124,6 +125,9 @@ class TritonServer:
         """
         if self._stubs is None:
             raise StackError("the embedded Triton is not running")
+        for file in (self._folder() / "models" / model).glob("*/model.py"):
+            with suppress(OSError):  # from the second time on Triton loads only what looks changed, even if it is dead
+                os.utime(file)
         why = probe.load_model(self.ports.http, model)
         if why:
             raise StackError(f"{model} cannot be loaded again: {why}", log_tail=self.log_tail())
