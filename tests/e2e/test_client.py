@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -170,6 +171,14 @@ def test_operations_have_methods(server: TritonServer) -> None:
 
         run(same, server.grpc_url)
         assert client.explain("robot")["tier"] != "SLOT"
+
+
+@pytest.mark.parametrize("command", ["status", "explain robot", "pools", "warm robot", "drain --off"])
+def test_operators_commands_print_json(server: TritonServer, command: str) -> None:
+    """One document on stdout, nothing beside it."""
+    done = lora_slots("slots", *command.split(), "--json", "--url", server.grpc_url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert isinstance(json.loads(done.stdout), dict)
 
 
 # --- leaving early

