@@ -215,3 +215,11 @@ def test_what_the_engine_says_becomes_a_status() -> None:
     assert from_lease(ServerError("rank 128 does not fit", code="INVALID_ARGUMENT"), "m").status == 422
     pinned = from_lease(ServerError("all 4 slots are pinned", code="RESOURCE_EXHAUSTED"), "m")
     assert (pinned.status, pinned.headers) == (429, {"x-should-retry": "false"})
+
+
+@pytest.mark.parametrize("value", [0, 5e-324, 1e-3, 11])
+def test_a_repetition_penalty_that_is_nothing_in_float32_is_refused_here(tokenizer: Tokenizer, value: float) -> None:
+    """The engine takes float32: 5e-324 would be 0 there, which it refuses."""
+    with pytest.raises(ApiError) as refused:
+        chat(tokenizer, repetition_penalty=value)
+    assert refused.value.param == "repetition_penalty"

@@ -207,7 +207,7 @@ class GenerationBody(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Real, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[Real, Field(ge=0.01, le=10)] | None = None
     logit_bias: Biases = {}
     ignore_eos: bool | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
