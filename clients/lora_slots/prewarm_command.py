@@ -141,14 +141,22 @@ async def _run(
                 outcomes.append(outcome)
                 if console.is_terminal:
                     bars.report("prewarm", len(outcomes), len(order))
-                if not quiet and outcome.error is None:
-                    typer.echo(f"warm: {outcome.adapter} (found in {outcome.found_in}, {outcome.seconds:.2f} s)")
+                elif not quiet:
+                    _say_warm(outcome)
 
             first = order[: len(order) - len(choice.names)]
             for names in (first, choice.names):
                 await prewarm(client, names, jobs=jobs, timeout_s=timeout, published=published, told=told)
+        if console.is_terminal and not quiet:  # the bar has had the line until now
+            for outcome in outcomes:
+                _say_warm(outcome)
     place = {name: i for i, name in enumerate([*choice.names, *choice.left_out])}
     return choice, sorted(outcomes, key=lambda outcome: place[outcome.adapter])
+
+
+def _say_warm(outcome: Outcome) -> None:
+    if outcome.error is None:
+        typer.echo(f"warm: {outcome.adapter} (found in {outcome.found_in}, {outcome.seconds:.2f} s)")
 
 
 def _say_left_out(choice: Choice, *, every: bool) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,25 @@ def test_each_adapter_is_asked_for_a_token_through_the_ensemble(narrow: TritonSe
         assert done.returncode == 0, done.stderr
         assert sorted(call.headers["x-gateway-model-name"] for call in way.of("ensemble")) == ["json", "robot"]
         assert all(call.responses > 0 for call in way.of("ensemble"))
+
+
+def test_a_terminal_has_a_bar(narrow: TritonServer) -> None:
+    """It grows to 100 %, and then says what is warm."""
+    ours, theirs = pty.openpty()
+    command = [COMMAND, "prewarm", "json", "robot", "--url", narrow.grpc_url]
+    with subprocess.Popen(
+        command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    ) as running_command:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # the other end is closed
+            while data := os.read(ours, 65536):
+                said += data
+    os.close(ours)
+    assert running_command.returncode == 0
+    bar, _, after = said.decode().rpartition("100%")
+    assert "warming adapters" in bar
+    assert after.count("warm: ") == 2
 
 
 def test_refused_ones_are_named_with_why(narrow: TritonServer, registry: Path, tmp_path: Path) -> None:
