@@ -55,9 +55,9 @@ def test_text_and_json_say_the_same() -> None:
 
 def test_a_forecast_from_a_guess() -> None:
     """More slots give a higher hit rate and fewer cold loads; with too few, some requests are refused."""
-    what_ifs = ("--what-if", "slots=64", "--what-if", "slots=8")
-    data = json.loads(run("plan", LLAMA, "--fleet", "100x16", "--zipf", "1", "--json", *what_ifs).stdout)
-    many, few = (data["what_if"][name]["traffic"] for name in ("slots=64", "slots=8"))
+    words = ("--fleet", "30x16", "--slots", "12", "--what-if", "slots=24", "--what-if", "slots=4")
+    data = json.loads(run("plan", LLAMA, *words, "--zipf", "1", "--json").stdout)
+    many, few = (data["what_if"][name]["traffic"] for name in ("slots=24", "slots=4"))
     assert many["hit_rate"] > data["traffic"]["hit_rate"] > few["hit_rate"]
     assert many["cold_loads_per_min"] < data["traffic"]["cold_loads_per_min"]
     assert (many["refused"], data["traffic"]["refused"]) == (0, 0)
