@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lora_slots.base_model.fetch import sha256_of
 from lora_slots.refusals import Refused
+from trtllm_lora.files import sha256_of
 from trtllm_lora.shape import read_json
 
 TEXT_FILES = (

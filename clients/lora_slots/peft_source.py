@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +29,7 @@ from lora_slots.base_model.store import cache_folder
 from lora_slots.errors import UsageError
 from lora_slots.peft_listing import Listing, list_source
 from lora_slots.refusals import Refused
+from trtllm_lora.files import replace_text
 
 MEMORY = "scan.json"
 """What was found in a folder of a certain stamp, so that its bytes are not read again."""
@@ -103,7 +102,7 @@ class PeftSource:
             self.home.mkdir(parents=True, exist_ok=True)
             memory = _read_memory(self.home / MEMORY)
             seen = {name: self._look(listing, memory.get(name)) for name, listing in sorted(listed.items())}
-            _write_memory(self.home / MEMORY, seen)
+            replace_text(self.home / MEMORY, json.dumps(seen))
         refused = {name: why for name, found in seen.items() if (why := self._refusal(found))}
         scan = self._publish({name: found for name, found in seen.items() if name not in refused}, set(listed))
         refused |= scan.refused
@@ -196,9 +195,3 @@ def _read_memory(file: Path) -> dict[str, dict[str, Any]]:
         return {str(name): dict(found) for name, found in read.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # the first look, or a file that was cut: everything is read
-
-
-def _write_memory(file: Path, seen: Mapping[str, Any]) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}-", delete=False) as made:
-        json.dump(seen, made)
-    os.replace(made.name, file)  # noqa: PTH105

@@ -9,7 +9,6 @@ more. One publisher at a time for a name. What is fetched is checked against the
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 from lora_slots.artifact_store import s3_client, split_url, words
 from lora_slots.refusals import Refused
+from trtllm_lora.files import sha256_of
 
 _SHA = "sha256"
 Hashes = Mapping[str, str]
@@ -50,7 +50,7 @@ class Publisher:
         """
         if self._digest(self._key(name, manifest)) is not None:
             return Published(self._url(name), 0)
-        whole = {**files, manifest: _sha256(folder / manifest)}  # in this order: the manifest is the last
+        whole = {**files, manifest: sha256_of(folder / manifest)}  # in this order: the manifest is the last
         new = [file for file, digest in whole.items() if self._digest(self._key(name, file)) != digest]
         for file in new:
             self._send(folder / file, self._key(name, file), whole[file])
@@ -67,7 +67,7 @@ class Publisher:
             return str(head["Metadata"].get(_SHA, "without a sha256"))
 
     def _send(self, file: Path, key: str, digest: str) -> None:
-        if _sha256(file) != digest:
+        if sha256_of(file) != digest:
             raise OSError(f"{file}: differs from its manifest, so it is not published")
         with _store_errors(f"s3://{self._bucket}/{key}"):
             self._client.upload_file(str(file), self._bucket, key, ExtraArgs={"Metadata": {_SHA: digest}})
@@ -125,7 +125,7 @@ def _download_checked(client: Any, bucket: str, prefix: str, made: Path, file: s
     target.parent.mkdir(parents=True, exist_ok=True)
     if not _download(client, bucket, f"{prefix}{file}", target):
         raise Refused(f"s3://{bucket}/{prefix}{file}: is missing, although its manifest is there")
-    if _sha256(target) != digest:
+    if sha256_of(target) != digest:
         raise Refused(f"s3://{bucket}/{prefix}{file}: its bytes are not those of its manifest")
 
 
@@ -153,8 +153,3 @@ def _store_errors(place: str) -> Iterator[None]:
 
 def _status(error: Any) -> int:
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()

@@ -24,12 +24,12 @@ from trtllm_lora import Bundle, BundleError, BundleFacts
 from trtllm_lora.bundle import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE, canonical_json
 from trtllm_lora.bundle_writing import (
     WritingFolder,
-    fsync_path,
     manifest_of,
     publish_folder,
     write_array,
     write_bytes,
 )
+from trtllm_lora.files import fsync_path
 from trtllm_lora.tensors import STORAGE, IntArray
 
 _CHUNK = 1 << 18

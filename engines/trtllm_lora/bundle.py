@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from trtllm_lora.errors import BundleError
+from trtllm_lora.files import sha256_of
 from trtllm_lora.task_id import is_task_id_of
 from trtllm_lora.tensors import STORAGE, Array, IntArray
 
@@ -197,7 +198,6 @@ def canonical_json(value: Any, indent: int | None = None) -> bytes:
 def file_sha256(file: Path) -> str:
     """Hex sha256 of a file. Raises BundleError."""
     try:
-        with file.open("rb") as source:
-            return hashlib.file_digest(source, "sha256").hexdigest()
+        return sha256_of(file)
     except OSError as error:
         raise BundleError(f"{file}: {error.strerror}") from None

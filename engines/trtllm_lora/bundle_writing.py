@@ -30,6 +30,7 @@ from trtllm_lora.bundle import (
     open_bundle,
 )
 from trtllm_lora.errors import BundleError
+from trtllm_lora.files import fsync_path
 from trtllm_lora.task_id import task_id_for
 from trtllm_lora.tensors import STORAGE, Array, IntArray
 
@@ -237,12 +238,3 @@ def _check_arrays(weights: Array, config: IntArray, dtype: str) -> None:
         problems.append(f"lora_weights has {weights.shape[1]} rows, lora_config {config.shape[1]}")
     if problems:
         raise BundleError("; ".join(problems) + " (rule B4)")
-
-
-def fsync_path(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -22,7 +22,7 @@ import structlog
 from adapter_slots.disk_layout import FETCHING, LEAVING, QUARANTINE, REASON, bytes_below, scan, take_lock
 from adapter_slots.errors import DiskFull, TierError
 from adapter_slots.store import disk_error
-from trtllm_lora.bundle_writing import fsync_path
+from trtllm_lora.files import fsync_path
 
 log = structlog.get_logger("adapter_slots")
 

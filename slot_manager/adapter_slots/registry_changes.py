@@ -36,7 +36,7 @@ def add_version(doc: Doc, name: str, version: Mapping[str, Any], *, makes_curren
     changed.pop("current", None)  # then the last one is
     if not makes_current and known:
         changed["current"] = current_of(adapter)
-    return _with(doc, "adapters", name, changed), number
+    return with_name(doc, "adapters", name, changed), number
 
 
 def make_current(doc: Doc, name: str, number: int) -> Doc:
@@ -46,7 +46,7 @@ def make_current(doc: Doc, name: str, number: int) -> Doc:
     changed = {**adapter, "current": number}
     if number == _numbers(adapter)[-1]:
         del changed["current"]
-    return _with(doc, "adapters", name, changed)
+    return with_name(doc, "adapters", name, changed)
 
 
 def check_version(doc: Doc, name: str, number: int) -> None:
@@ -62,18 +62,18 @@ def set_rules(doc: Doc, name: str, rules: Mapping[str, Any]) -> Doc:
     for key, value in rules.items():
         if value is None or (key == "pinned" and value is False):
             del changed[key]
-    return _with(doc, "adapters", name, changed)
+    return with_name(doc, "adapters", name, changed)
 
 
 def set_alias(doc: Doc, name: str, targets: Mapping[str, float]) -> Doc:
     """Make or replace an alias."""
-    return _with(doc, "aliases", name, {"targets": {target: _plain(weight) for target, weight in targets.items()}})
+    return with_name(doc, "aliases", name, {"targets": {target: _plain(weight) for target, weight in targets.items()}})
 
 
 def remove_alias(doc: Doc, name: str) -> Doc:
     """Take an alias away."""
     _alias(doc, name)
-    return _with(doc, "aliases", name, None)
+    return with_name(doc, "aliases", name, None)
 
 
 def give_share(doc: Doc, alias: str, target: str, percent: float | None, *, beside: str | None = None) -> Doc:
@@ -126,7 +126,7 @@ def remove(doc: Doc, name: str, number: int | None = None) -> Doc:
         changed = {**adapter, "versions": [v for v in adapter["versions"] if v["version"] != number]}
         if changed.get("current") == changed["versions"][-1]["version"]:
             del changed["current"]
-    return _with({**doc, "last_versions": dict(sorted(marks.items()))}, "adapters", name, changed)
+    return with_name({**doc, "last_versions": dict(sorted(marks.items()))}, "adapters", name, changed)
 
 
 def set_signature(doc: Doc, name: str, number: int, signature: str) -> Doc:
@@ -134,7 +134,18 @@ def set_signature(doc: Doc, name: str, number: int, signature: str) -> Doc:
     check_version(doc, name, number)
     adapter = _adapter(doc, name)
     versions = [{**v, "signature": signature} if v["version"] == number else v for v in adapter["versions"]]
-    return _with(doc, "adapters", name, {**adapter, "versions": versions})
+    return with_name(doc, "adapters", name, {**adapter, "versions": versions})
+
+
+def with_name(doc: Doc, section: str, name: str, value: Any) -> Doc:
+    """The document with another value of one name; None takes the name away, and the last alias its section."""
+    names = {**doc.get(section, {}), name: value}
+    if value is None:
+        del names[name]
+    changed = {**doc, section: names}
+    if section == "aliases" and not names:
+        del changed[section]
+    return changed
 
 
 def _sharing(weights: Mapping[str, float], target: str, percent: float) -> dict[str, float]:
@@ -148,17 +159,6 @@ def _sharing(weights: Mapping[str, float], target: str, percent: float) -> dict[
     if largest is not None:
         new[largest] = round(new[largest] + total - percent - math.fsum(new.values()), 6)  # what rounding lost
     return {**new, target: percent if new else total}
-
-
-def _with(doc: Doc, section: str, name: str, value: Any) -> Doc:
-    """The document with another value of one name; None takes the name away, and the last alias its section."""
-    names = {**doc.get(section, {}), name: value}
-    if value is None:
-        del names[name]
-    changed = {**doc, section: names}
-    if section == "aliases" and not names:
-        del changed[section]
-    return changed
 
 
 def _adapter(doc: Doc, name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from adapter_slots.errors import ChangeRefused
-from adapter_slots.registry_changes import Doc
+from adapter_slots.registry_changes import Doc, with_name
 
 _NAMED = ("adapters", "aliases")
 _HASH = 16
@@ -127,18 +127,8 @@ def undo(doc: Doc, records: Sequence[Record], name: str | None = None) -> tuple[
                 f"{key!r} is not as {record.what!r} of {record.at} ({record.id}) left it: "
                 "another change has to be undone first, or it was edited by hand"
             )
-        new = _marked(_set(new, section, key, change.before), change)
+        new = _marked(with_name(new, section, key, change.before), change)
     return new, record
-
-
-def _set(doc: Doc, section: str, key: str, value: Any) -> Doc:
-    names = {**doc.get(section, {}), key: value}
-    if value is None:
-        del names[key]
-    changed = {**doc, section: names}
-    if section == "aliases" and not names:
-        del changed[section]
-    return changed
 
 
 def _marked(doc: Doc, change: Change) -> Doc:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from adapter_slots.errors import RegistryAbsent, RegistryError, RegistryMoved
-from trtllm_lora.bundle_writing import fsync_path
+from trtllm_lora.files import fsync_path
 
 Stamp = tuple[int, int, int] | str
 """Another one whenever the text may be another: a file's times, size and number, or an object's ETag."""

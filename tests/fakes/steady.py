@@ -54,9 +54,7 @@ class Steady:
 def ask(server: TritonServer, answer: dict[str, Any]) -> str:
     """The adapter's answer now. Raises ServerError."""
     with Client(server.grpc_url) as client:
-        return "".join(
-            client.generate(answer["text_input"], adapter=answer["adapter"], max_tokens=answer.get("max_tokens", 64))
-        )
+        return client.generate(answer["text_input"], adapter=answer["adapter"], max_tokens=answer.get("max_tokens", 64))
 
 
 def is_right(server: TritonServer, answer: dict[str, Any]) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lora_slots.base_model import ensure_base_model
-from lora_slots.base_model.fetch import sha256_of
 from lora_slots.text import Tokenizer
+from trtllm_lora.files import sha256_of
 
 HERE = Path(__file__).parent
 GOLDEN: dict[str, Any] = json.loads((HERE / "answers.json").read_text(encoding="utf-8"))

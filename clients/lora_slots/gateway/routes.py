@@ -57,9 +57,7 @@ def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) 
 
     @app.get("/health")
     async def health() -> Response:
-        if await gateway.door.ready():
-            return Response(status_code=200)
-        raise ApiError(503, "The engine is not ready.", kind="server_error", code="engine_unavailable")
+        return await answer_health(gateway)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -81,6 +79,13 @@ def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) 
     if gateway.tenants is None:
         wrapped = OwnHost(wrapped, host)
     return Edge(wrapped, gateway.metrics)
+
+
+async def answer_health(gateway: Gateway) -> Response:
+    """200 and nothing else. Raises ApiError 503: the engine is not ready."""
+    if await gateway.door.ready():
+        return Response(status_code=200)
+    raise ApiError(503, "The engine is not ready.", kind="server_error", code="engine_unavailable")
 
 
 def answer_metrics(gateway: Gateway) -> Response:

@@ -6,7 +6,6 @@ relative to the directory, with `/`; links to folders, such as the reference eng
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtllm_lora.errors import ContractError
+from trtllm_lora.files import sha256_of
 from trtllm_lora.shape import EngineShape, read_json
 
 if TYPE_CHECKING:
@@ -99,5 +99,4 @@ def _is_entry(entry: object) -> bool:
 
 
 def _entry(file: Path) -> dict[str, Any]:
-    with file.open("rb") as source:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(source, "sha256").hexdigest()}
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}

@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trtllm_lora.errors import ContractError
+from trtllm_lora.files import replace_text, sha256_of
 from trtllm_lora.profile import EngineProfile
 from trtllm_lora.shape import read_json
 
@@ -188,13 +188,10 @@ def fingerprint(base: Path, memo: Path) -> str:
         stat = file.stat()
         stamp = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
         if stamp not in known:
-            with file.open("rb") as source:
-                known[stamp] = hashlib.file_digest(source, "sha256").hexdigest()
+            known[stamp] = sha256_of(file)
         whole.update(f"{file.name}\0{known[stamp]}\n".encode())
     memo.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=memo.parent, prefix=f".{memo.name}-", delete=False) as draft:
-        draft.write(json.dumps(known, indent=0, sort_keys=True))
-    Path(draft.name).rename(memo)  # in one step: builds side by side share it
+    replace_text(memo, json.dumps(known, indent=0, sort_keys=True))  # builds side by side share it
     return whole.hexdigest()
 
 

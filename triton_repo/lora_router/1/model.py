@@ -62,8 +62,8 @@ class TritonRequest:
 
     def prompt_len(self):
         """Tokens of the prompt."""
-        given = self.tensors.get("input_lengths") or self.tensors["input_ids"]
-        return int(given.as_numpy().reshape(-1)[0]) if given.name() == "input_lengths" else given.as_numpy().size
+        lengths = self.tensors.get("input_lengths")
+        return self.tensors["input_ids"].as_numpy().size if lengths is None else int(lengths.as_numpy().reshape(-1)[0])
 
     def streams(self):
         """Whether the answer comes in pieces."""
