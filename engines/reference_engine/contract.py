@@ -24,8 +24,8 @@ from reference_engine.request import GenerationRequest
 from reference_engine.sampling import Sampling, Words
 from trtllm_lora.request_rules import (
     COPIES_RULE,
+    EMPTY_PROMPT,
     LENGTH_RULE,
-    REQUEST_FILE,
     SAMPLING_RULES,
     Rule,
     assertion,
@@ -203,7 +203,7 @@ def _prompt(row: _Row, vocab_size: int) -> tuple[int, ...]:
     ids = row.array("input_ids")
     length = int(row.scalar("input_lengths", 0 if ids is None else ids.size))
     if ids is None or length < 1 or ids.size == 0:
-        raise RequestRefused(assertion("!mInputTokenIds.empty()", REQUEST_FILE))
+        raise RequestRefused(EMPTY_PROMPT)
     if length > ids.size:
         raise RequestRefused(f"input_lengths {length} exceeds the {ids.size} tokens of input_ids")
     tokens = tuple(ids.reshape(-1)[:length].tolist())

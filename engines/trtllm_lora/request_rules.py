@@ -69,6 +69,10 @@ def assertion(text: str, file: str) -> str:
     return f"[TensorRT-LLM][ERROR] Assertion failed: {text} ({file})"
 
 
+EMPTY_PROMPT = assertion("!mInputTokenIds.empty()", REQUEST_FILE)
+"""The text for a request without tokens."""
+
+
 def broken(values: Mapping[str, float], rules: Iterable[Rule] = RULES) -> Iterator[str]:
     """The runtime's text for every rule that one of `values` (input tensor -> number; absent: default) breaks."""
     for rule in rules:
@@ -86,6 +90,8 @@ def problems(values: Mapping[str, float], prompt_len: int, limits: RequestLimits
         prompt_len: tokens of the prompt.
     """
     found = list(broken(values))
+    if prompt_len < 1:
+        found.append(EMPTY_PROMPT)
     if prompt_len > limits.max_input_len:
         found.append(too_long(prompt_len, limits.max_input_len))
     beams = values.get("beam_width", 1)

@@ -104,3 +104,14 @@ def test_a_request_the_engine_would_refuse_holds_no_lease(
     assert words in refused.value.read().decode()
     with Client(server.grpc_url) as client:
         assert [a for a in client.operate("status")["adapters"] if a["name"] == "robot" and a["leases"]] == []
+
+
+def test_a_request_without_a_prompt_is_refused_by_the_router(server: TritonServer) -> None:
+    """Straight to lora_router, which takes every engine input as optional: the engine's own words, and no lease."""
+    url = f"http://{server.http_url}/v2/models/lora_router/generate"
+    body = {"adapter": "robot", "request_output_len": 4}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()))
+    assert "!mInputTokenIds.empty()" in refused.value.read().decode()
+    with Client(server.grpc_url) as client:
+        assert [a for a in client.operate("status")["adapters"] if a["name"] == "robot" and a["leases"]] == []

@@ -141,6 +141,7 @@ def test_a_name_or_a_known_task_id_gets_the_task_id(desk: Desk) -> None:
         (Request(adapter="ant", has_weights=True), "INVALID_ARGUMENT", "publish the adapter"),
         (Request(adapter="ant", parameters={"cold": "base"}), "INVALID_ARGUMENT", "can 'wait' or 'fail'"),
         (Request(adapter="ant", parameters={"cold": "fail"}), "UNAVAILABLE", "ready in about"),
+        (Request(adapter="ant", prompt=0), "INVALID_ARGUMENT", "!mInputTokenIds.empty()"),
         (Request(adapter="ant", prompt=32), "INVALID_ARGUMENT", "Prompt length (32) exceeds maximum input length (31)"),
         (Request(adapter="ant", asks={"request_output_len": 0}), "INVALID_ARGUMENT", "mMaxNewTokens > 0"),
         (Request(adapter="ant", asks={"num_return_sequences": 0}), "INVALID_ARGUMENT", "numReturnSequences > 0"),

@@ -61,9 +61,11 @@ class TritonRequest:
         return {name: array[0].item() for name, array in found.items() if array.size == 1}
 
     def prompt_len(self):
-        """Tokens of the prompt."""
-        lengths = self.tensors.get("input_lengths")
-        return self.tensors["input_ids"].as_numpy().size if lengths is None else int(lengths.as_numpy().reshape(-1)[0])
+        """Tokens of the prompt; 0 without one."""
+        lengths, ids = self.tensors.get("input_lengths"), self.tensors.get("input_ids")
+        if ids is None:
+            return 0
+        return ids.as_numpy().size if lengths is None else int(lengths.as_numpy().reshape(-1)[0])
 
     def streams(self):
         """Whether the answer comes in pieces."""
