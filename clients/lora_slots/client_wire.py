@@ -54,21 +54,22 @@ class Message:
             encoded = [value.encode() for value in values]
         except UnicodeEncodeError as error:  # which would carry the whole text along
             raise UsageError(f"{name}: half a character at position {error.start}") from None
-        self._add(name, "BYTES", (1, len(encoded)), b"".join(struct.pack("<I", len(text)) + text for text in encoded))
+        self.add(name, "BYTES", (1, len(encoded)), b"".join(struct.pack("<I", len(text)) + text for text in encoded))
 
     def value(self, name: str, value: float, kind: str) -> None:
         """An input of one number, shape [1, 1]. Raises UsageError: it is none of that kind."""
         try:
             number = value if kind == "FP32" or value != int(value) else int(value)
-            self._add(name, kind, (1, 1), struct.pack(_FORMATS[kind], number))
+            self.add(name, kind, (1, 1), struct.pack(_FORMATS[kind], number))
         except (struct.error, OverflowError, ValueError, TypeError):
             raise UsageError(f"{name}: {str(value)[:40]} is no {kind}") from None
 
     def ids(self, name: str, ids: Sequence[int], shape: Sequence[int] | None = None) -> None:
         """An input of token ids, INT32, shape [1, count] if no other is given."""
-        self._add(name, "INT32", shape or (1, len(ids)), struct.pack(f"<{len(ids)}i", *ids))
+        self.add(name, "INT32", shape or (1, len(ids)), struct.pack(f"<{len(ids)}i", *ids))
 
-    def _add(self, name: str, kind: str, shape: Sequence[int], content: bytes) -> None:
+    def add(self, name: str, kind: str, shape: Sequence[int], content: bytes) -> None:
+        """An input as bytes, little-endian; `kind` is Triton's type."""
         self.made.inputs.add(name=name, datatype=kind, shape=shape)
         self.made.raw_input_contents.append(content)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import structlog
 
@@ -40,6 +40,13 @@ class Lease:
     waited_s: float
     ref: str | None = None
     """`adapter@version`: what was granted where `adapter` is an alias."""
+
+    @classmethod
+    def of(cls, request_id: str, adapter: str, answer: Mapping[str, Any]) -> Self:
+        """The lease that `lora_router` answered to the operation `lease`."""
+        found, waited_s = answer.get("found_in"), float(answer.get("waited_s", 0.0))
+        ref = f"{answer['adapter']}@{answer['version']}" if "version" in answer else None
+        return cls(request_id, adapter, answer["task_id"], answer["digest"], found, waited_s, ref)
 
 
 class DirectClient(Client):
@@ -99,9 +106,7 @@ class DirectClient(Client):
             if not isinstance(error, ServerError) or isinstance(error, Unreachable) or error.code in _UNSURE:
                 self._give_back(request_id)
             raise
-        found, waited_s = answer.get("found_in"), float(answer.get("waited_s", 0.0))
-        ref = f"{answer['adapter']}@{answer['version']}" if "version" in answer else None
-        return Lease(request_id, adapter, answer["task_id"], answer["digest"], found, waited_s, ref)
+        return Lease.of(request_id, adapter, answer)
 
     def _give_back(self, request_id: str) -> None:
         try:

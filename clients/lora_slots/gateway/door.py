@@ -152,8 +152,7 @@ class Door:
         except BaseException:  # given up; but it may have been granted a moment ago
             self.behind(self._end(lease_id, 0))
             raise
-        found, waited_s = answer.get("found_in"), float(answer.get("waited_s", 0.0))
-        return Lease(lease_id, adapter, answer["task_id"], answer["digest"], found, waited_s)
+        return Lease.of(lease_id, adapter, answer)
 
     def end(self, lease: Lease, tokens: int) -> None:
         """Give a lease back, behind the caller's back; `tokens` were generated under it."""
@@ -203,8 +202,7 @@ class Door:
             message.value(name, value, INPUTS[name])
         for name, array in arrays.items():
             kind = "INT32" if array.dtype == np.int32 else "FP32"
-            message.made.inputs.add(name=name, datatype=kind, shape=array.shape)
-            message.made.raw_input_contents.append(array.tobytes())
+            message.add(name, kind, array.shape, array.tobytes())
         return self._stream(message.made, partial(read_piece, number))
 
     async def _stream(self, request: Any, read: Callable[[Any], Answer]) -> AsyncGenerator[Answer, None]:
