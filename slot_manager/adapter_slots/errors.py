@@ -4,11 +4,11 @@ Triton's Python backend can send only a few codes; `grpc_code` names one of them
 
 SlotError
 ├── UnknownAdapter       NOT_FOUND 404            no adapter of that name; near names given
-├── AdapterRejected      INTERNAL 500             what is published does not fit this engine, or is broken
-│   └── NotAdmitted      FAILED_PRECONDITION 422  trained on another base, or no good signature by a trusted key
+├── AdapterRejected      FAILED_PRECONDITION 422  what is published does not fit this engine, or is broken
+│   └── NotAdmitted                               trained on another base, or no good signature by a trusted key
 ├── LeaseRunning         ALREADY_EXISTS 409       a request of that id is still running
 ├── BadRequest           INVALID_ARGUMENT 400     the request contradicts itself, or the engine would refuse it
-├── NoRoom               UNAVAILABLE 429          no slot within the deadline, or none could ever be
+├── NoRoom               UNAVAILABLE 429          no slot within the deadline
 ├── NoSlotEver           RESOURCE_EXHAUSTED 429   pins and pools leave it no slot, whatever else ends
 ├── AdapterCold          UNAVAILABLE 503          it is not in a slot, and the request does not wait
 ├── AdapterFailed        UNAVAILABLE 503          its last move failed; the reason is kept, back-off runs
@@ -87,13 +87,11 @@ class UnknownAdapter(SlotError):
 class AdapterRejected(SlotError):
     """What is published does not fit this engine, or is broken: no client can mend it."""
 
-    grpc_code, http_status = "INTERNAL", 500
+    grpc_code, http_status = "FAILED_PRECONDITION", 422
 
 
 class NotAdmitted(AdapterRejected):
     """The adapter was trained on another base, or no key that is trusted has signed it."""
-
-    grpc_code, http_status = "FAILED_PRECONDITION", 422
 
 
 class BadRequest(SlotError):
@@ -109,7 +107,7 @@ class LeaseRunning(SlotError):
 
 
 class NoRoom(SlotError):
-    """No slot fell free in time, or the adapter is larger than the engine's cache."""
+    """No slot fell free in time."""
 
     grpc_code, http_status, retryable = "UNAVAILABLE", 429, True
 
@@ -165,7 +163,11 @@ class TierError(Exception):
 
 
 class HostFull(TierError):
-    """Shared memory has no room for the adapter."""
+    """Shared memory has no room for the adapter: so many bytes would have to be given back first."""
+
+    def __init__(self, message: str, short_bytes: int) -> None:
+        super().__init__(message)
+        self.short_bytes = short_bytes
 
 
 class EngineUnavailable(TierError):

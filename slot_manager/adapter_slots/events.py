@@ -25,6 +25,7 @@ class Reason(Enum):
     COLD = "cold"
     FAILED = "failed"
     TOO_LARGE = "too_large"
+    CONFLICT = "conflict"
     NO_SLOT = "no_slot"
     DRAINING = "draining"
     IDLE = "idle"
@@ -143,8 +144,8 @@ class PromoteFailed:
     """Waiting leases stay, and the move is tried again after a back-off; else they are refused with `why`."""
     gone: bool = False
     """The copy on DISK is gone: it has to be brought from REMOTE again."""
-    no_room: bool = False
-    """HOST is fuller than its bound says: others use the same shared memory."""
+    short_bytes: int = 0
+    """Bytes of HOST that would have to go first: it is fuller than its bound says, others use the same memory."""
     engine_lost_idle: bool = False
     """The engine evicted every idle adapter before it failed (trtllm-lora rule: `pageIds.has_value()`)."""
 

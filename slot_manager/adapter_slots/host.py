@@ -85,7 +85,7 @@ def load(bundle: Bundle, name: str) -> Loaded:
             raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise HostFull(f"shared memory has no room for {total} bytes") from None
+            raise HostFull(f"shared memory has no room for {total} bytes", total) from None
         raise TierError(f"shared memory {path}: {error.strerror}") from None
     region = Region(
         name=name,
@@ -118,10 +118,12 @@ def _check_room(more: int, adapter: int) -> None:
     """Raise HostFull unless so many bytes more leave enough to others."""
     stat = os.statvfs(SHM)
     free = stat.f_bavail * stat.f_frsize
-    if stat.f_blocks and free < more + adapter + KEPT_FREE:
+    short = more + adapter + KEPT_FREE - free
+    if stat.f_blocks and short > 0:
         raise HostFull(
             f"shared memory has no room for {adapter} bytes: {free} of {stat.f_blocks * stat.f_frsize} are free, and "
-            f"{adapter + KEPT_FREE} must stay so"
+            f"{adapter + KEPT_FREE} must stay so",
+            short,
         )
 
 

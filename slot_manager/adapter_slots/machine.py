@@ -158,10 +158,11 @@ class SlotMachine(Timer):
         self._arrived(adapter, event.tier, now)
         if event.facts is not None:
             wrong = self._learn(adapter, event.facts)
+            conflict = adapter.task_id == 0
             if wrong:
-                self._refuse_all(adapter, Reason.TOO_LARGE, wrong)
+                self._refuse_all(adapter, Reason.CONFLICT if conflict else Reason.TOO_LARGE, wrong)
             self._refuse_hopeless()
-            if adapter.task_id == 0:  # another adapter has its task id: it cannot go up
+            if conflict:  # another adapter has its task id: it cannot go up
                 adapter.tier, adapter.failure, adapter.retries = Tier.REMOTE, wrong, False
                 adapter.retry_at = now + self.config.max_backoff_s
         if event.tier is Tier.SLOT:
@@ -181,8 +182,8 @@ class SlotMachine(Timer):
         adapter.tell(now, f"{event.tier.name} failed: {event.why}")
         if event.gone:
             adapter.tier, adapter.retry_at, adapter.retries = Tier.REMOTE, now, True
-        if event.no_room:
-            self._make_room_in_host(adapter, self.config.host_bytes, now)
+        if event.short_bytes:
+            self._make_room_in_host(event.short_bytes, self.config.host_bytes, adapter, now)
         if event.engine_lost_idle:
             for task in self.mirror.eviction_order():
                 self._missed(self._by_task[task], now)
@@ -250,15 +251,15 @@ class SlotMachine(Timer):
         if adapter.tier is Tier.REMOTE:
             self._begin(adapter, Tier.DISK, now)
             return True
-        ready = self._make_room_in_host(adapter, self._host_bytes, now)
+        ready = self._make_room_in_host(adapter.num_bytes, self._host_bytes, adapter, now)
         if ready:
             self._enter_host(adapter, now)
         elif now - since >= self.config.max_wait_s:
             self._drain_one(adapter, now)
         return ready
 
-    def _make_room_in_host(self, adapter: Adapter, used_bytes: int, now: float) -> bool:
-        room = room_in_host(adapter, self._in_host.values(), used_bytes, self._view(now))
+    def _make_room_in_host(self, num_bytes: int, used_bytes: int, adapter: Adapter, now: float) -> bool:
+        room = room_in_host(num_bytes, adapter, self._in_host.values(), used_bytes, self._view(now))
         for victim in room.evict:
             if victim.tier is Tier.SLOT:
                 self._leave_slot(victim, Reason.ROOM, now)

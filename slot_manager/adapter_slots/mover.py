@@ -110,8 +110,8 @@ class Mover:
             return Promoted(digest, tier)
         except TierError as error:
             lost = isinstance(error, EngineFull) and error.lost_idle
-            gone, full = isinstance(error, BundleGone), isinstance(error, HostFull)
-            return PromoteFailed(digest, tier, str(error), error.transient, gone, no_room=full, engine_lost_idle=lost)
+            gone, short = isinstance(error, BundleGone), error.short_bytes if isinstance(error, HostFull) else 0
+            return PromoteFailed(digest, tier, str(error), error.transient, gone, short, engine_lost_idle=lost)
         except Exception as error:  # noqa: BLE001 - every move ends in exactly one event
             return PromoteFailed(digest, tier, f"{type(error).__name__}: {error}")
 

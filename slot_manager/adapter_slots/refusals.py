@@ -20,7 +20,8 @@ from adapter_slots.records import Adapter
 
 _ERRORS: dict[Reason, type[SlotError]] = {
     Reason.DEADLINE: NoRoom,
-    Reason.TOO_LARGE: NoRoom,
+    Reason.TOO_LARGE: AdapterRejected,
+    Reason.CONFLICT: AdapterRejected,
     Reason.NO_SLOT: NoSlotEver,
     Reason.COLD: AdapterCold,
     Reason.REMOVED: UnknownAdapter,

@@ -115,7 +115,10 @@ class WorkingSet:
         """Take a bundle's facts; returns why they cannot be true, or ""."""
         other = self._by_task.get(facts.task_id, adapter)
         if other is not adapter:
-            return f"task id {facts.task_id} of {adapter.name} belongs to {other.name} ({other.digest[:12]})"
+            return (
+                f"{adapter.name} and {other.name} ({other.digest[:12]}) are one adapter to the engine, task id "
+                f"{facts.task_id}, under two digests: publish it once, and make the other name an alias"
+            )
         adapter.task_id, adapter.pages, adapter.num_bytes = facts.task_id, facts.pages, facts.num_bytes
         self._by_task[facts.task_id] = adapter
         return self._too_large(adapter)

@@ -220,7 +220,8 @@ class World:
     def _promoted_to_host(self, adapter: str) -> None:
         if self.faults and self.choose(20) == 0:
             kind = self.choose(3)
-            self.post(PromoteFailed(adapter, Tier.HOST, "it said no", kind == 1, gone=kind == 0, no_room=kind == 1))
+            short_bytes = 1 + self.choose(60) if kind == 1 else 0
+            self.post(PromoteFailed(adapter, Tier.HOST, "it said no", kind == 1, kind == 0, short_bytes))
         else:
             self.post(Promoted(adapter, Tier.HOST))
 

@@ -282,10 +282,23 @@ def test_a_host_that_is_fuller_than_its_bound_gives_up_what_is_idle() -> None:
         machine.handle(Promoted(name, Tier.HOST), 0.0)
         machine.handle(Promoted(name, Tier.SLOT), 0.0)
     machine.handle(EvictAsked("idle"), 1.0)
-    effects = machine.handle(PromoteFailed("new", Tier.HOST, "full", transient=True, no_room=True), 2.0)
+    effects = machine.handle(PromoteFailed("new", Tier.HOST, "full", transient=True, short_bytes=20), 2.0)
     assert effects == [Evict("idle", Tier.HOST, Reason.ROOM)]
     assert machine.adapters["slot"].tier is Tier.SLOT
     assert Promote("new", Tier.HOST) in machine.handle(Ticked(), 3.0)
+
+
+@pytest.mark.parametrize(("short_bytes", "leaves"), [(21, []), (20, [Tier.SLOT, Tier.HOST])])
+def test_nothing_leaves_a_full_host_that_would_stay_too_full(short_bytes: int, leaves: list[Tier]) -> None:
+    """Others hold the shared memory: what is idle goes only where that makes room enough, from its slot too."""
+    machine = SlotMachine(MachineConfig(2, cache_pages=4, host_bytes=100, min_residency_s=0.0))
+    for i, name in enumerate(("slot", "new"), 1):
+        machine.handle(Added(name, name, Facts(i, 1, 20)), 0.0)
+        machine.handle(Warmed(name), 0.0)
+    machine.handle(Promoted("slot", Tier.HOST), 0.0)
+    machine.handle(Promoted("slot", Tier.SLOT), 0.0)
+    failed = PromoteFailed("new", Tier.HOST, "full", transient=True, short_bytes=short_bytes)
+    assert machine.handle(failed, 9.0) == [Evict("slot", tier, Reason.ROOM) for tier in leaves]
 
 
 def test_a_host_that_holds_less_than_the_slots_starves_nobody() -> None:
@@ -315,7 +328,7 @@ def test_two_digests_with_one_task_id_are_refused_loudly() -> None:
     """The engine would answer one with the other's weights."""
     machine = SlotMachine(MachineConfig(2, cache_pages=2, host_bytes=100))
     machine.handle(Added("a", "one", Facts(7, 1, 10)), 0.0)
-    with pytest.raises(EventRefused, match="task id 7 of two belongs to one"):
+    with pytest.raises(EventRefused, match=r"two and one \(a\) are one adapter to the engine, task id 7"):
         machine.handle(Added("b", "two", Facts(7, 1, 10)), 0.0)
     machine.handle(Added("c", "three"), 0.0)
     machine.handle(Acquired("c", "l", 10.0, 10.0), 0.0)
@@ -444,8 +457,10 @@ def _late_reports_swap_no_places(patch: pytest.MonkeyPatch) -> None:
 def _copies_of_slots_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
     original = room.room_in_host
 
-    def stingy(adapter: Adapter, in_host: Collection[Adapter], used_bytes: int, view: room.SlotView) -> room.Room:
-        return original(adapter, in_host, used_bytes, dataclasses.replace(view, in_slot=()))
+    def stingy(
+        num_bytes: int, adapter: Adapter, held: Collection[Adapter], used: int, view: room.SlotView
+    ) -> room.Room:
+        return original(num_bytes, adapter, held, used, dataclasses.replace(view, in_slot=()))
 
     patch.setattr("adapter_slots.machine.room_in_host", stingy)
 
