@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lora_slots.arrays import load_array
 from lora_slots.refusals import Refused
 from trtllm_lora import EngineShape
+from trtllm_lora.arrays import load_array
 from trtllm_lora.bundle import CONFIG_FILE
 from trtllm_lora.fleet import Fleet, FleetError, Group, Rows, group_of_rank, group_of_rows, row_problem
 from trtllm_lora.lora_rules import HF_NAMES
@@ -45,7 +45,7 @@ def from_registry(place: str, shape: EngineShape) -> Fleet:
     """
     from adapter_slots.registry import Registry
 
-    entries = list(Registry(place if "://" in place else Path(place)).entries.values())
+    entries = list(Registry(place).entries.values())
     if not entries:
         raise Refused(f"{place}: no adapters in it")
     here = {entry.name: Path(entry.path) / CONFIG_FILE for entry in entries if "://" not in entry.path}

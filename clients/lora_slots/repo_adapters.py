@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from lora_slots.arrays import load_array
 from lora_slots.repo_files import Finding, Repository
 from trtllm_lora import MAX_TASK_ID
+from trtllm_lora.arrays import load_array
 from trtllm_lora.bundle import CONFIG_FILE, WEIGHTS_FILE
 from trtllm_lora.tensors import STORAGE
 

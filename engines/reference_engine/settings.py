@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from reference_engine.errors import StartupRefused
@@ -18,6 +19,8 @@ from trtllm_lora.geometry import DEFAULT_HOST_BYTES, DEFAULT_MAX_RANK, DEFAULT_O
 log = logging.getLogger(__name__)
 
 BATCHING = ("inflight_fused_batching", "inflight_batching")
+THREADS = "REFERENCE_ENGINE_THREADS"
+"""Environment variable: computing threads of every engine that is started with it."""
 DEVICE_FRACTION = 0.02
 """Effective when unset: the log and the documentation of the backend say 0.05 (peftCacheManagerConfig.h)."""
 
@@ -39,11 +42,14 @@ class Settings:
     device_fraction: float = DEVICE_FRACTION
     prefetch_dir: Path | None = None
     num_threads: int | None = None
-    """Ours alone (`num_threads`): computing threads; unset, one per processor of the process."""
+    """Ours alone (`num_threads`, else the variable `THREADS`): computing threads; unset, one per processor of the
+    process. A container's share of the processors (a CPU quota) is not seen by that count."""
 
     @classmethod
-    def from_model_config(cls, config: Mapping[str, Any]) -> Settings:
-        """Read Triton's model configuration (the JSON form a Python backend is given).
+    def from_model_config(
+        cls, config: Mapping[str, Any], environment: Mapping[str, str] = MappingProxyType({})
+    ) -> Settings:
+        """Read Triton's model configuration (the JSON form a Python backend is given) and the process's environment.
 
         Raises:
             StartupRefused: no engine directory, or parameters this engine cannot honour; all named.
@@ -53,6 +59,9 @@ class Settings:
         engine_dir = read.text("gpt_model_path")
         if engine_dir is None:
             problems.append("gpt_model_path is not set")
+        threads = environment.get(THREADS, "")
+        if threads and not (threads.isascii() and threads.isdigit() and 0 < int(threads) < 1024):
+            problems.append(f"{THREADS}={threads} is no number of threads")
         if problems:
             raise StartupRefused("; ".join(problems))
         queue = config.get("dynamic_batching", {}).get("default_queue_policy", {})
@@ -70,7 +79,7 @@ class Settings:
             host_bytes=read.whole("lora_cache_host_memory_bytes") or DEFAULT_HOST_BYTES,
             device_fraction=read.fraction("lora_cache_gpu_memory_fraction", DEVICE_FRACTION),
             prefetch_dir=Path(prefetch) if prefetch else None,
-            num_threads=read.whole("num_threads"),
+            num_threads=read.whole("num_threads") or (int(threads) if threads else None),
         )
 
 

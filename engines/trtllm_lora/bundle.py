@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from trtllm_lora.arrays import load_array
 from trtllm_lora.errors import BundleError
 from trtllm_lora.files import sha256_of
 from trtllm_lora.task_id import is_task_id_of
@@ -117,11 +118,10 @@ class Bundle:
             raise BundleError(f"{self.path}: {', '.join(sorted(wrong))} differ from the manifest's sha256 (rule B7)")
 
     def _map(self, name: str) -> Array:
-        try:
-            array: Array = np.load(self.path / name, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
-            raise BundleError(f"{self.path / name}: not a readable array: {error}") from None
-        return array
+        array, why = load_array(self.path / name)
+        if why:
+            raise BundleError(f"{self.path / name}: not a readable array: {why}")
+        return np.asarray(array)
 
 
 def open_bundle(path: Path) -> Bundle:

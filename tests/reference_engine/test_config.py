@@ -9,7 +9,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
 from reference_engine.contract import REFUSED
-from reference_engine.settings import Settings
+from reference_engine.errors import StartupRefused
+from reference_engine.settings import THREADS, Settings
 
 CONFIG = Path(__file__).parents[2] / "triton_repo" / "tensorrt_llm" / "config.pbtxt"
 
@@ -107,3 +108,15 @@ def test_unfilled_parameters_fall_to_the_runtimes_defaults(config: pb.ModelConfi
     parameters["lora_cache_host_memory_bytes"] = {"string_value": "1048576"}
     changed = Settings.from_model_config({"parameters": parameters})
     assert (changed.max_rank, changed.host_bytes, changed.decoupled) == (64, 1048576, False)
+
+
+def test_threads_of_the_parameter_before_those_of_the_environment(config: pb.ModelConfig) -> None:
+    """A variable that is no number of threads fails the load."""
+    config.parameters["gpt_model_path"].string_value = "/engine"
+    parameters = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
+    assert Settings.from_model_config({"parameters": parameters}, {THREADS: "3"}).num_threads == 3
+    for wrong in ("0", "-1", "two", "٣"):
+        with pytest.raises(StartupRefused, match=f"{THREADS}={wrong} is no number of threads"):
+            Settings.from_model_config({"parameters": parameters}, {THREADS: wrong})
+    parameters["num_threads"] = {"string_value": "2"}
+    assert Settings.from_model_config({"parameters": parameters}, {THREADS: "3"}).num_threads == 2

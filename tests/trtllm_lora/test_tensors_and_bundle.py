@@ -140,6 +140,9 @@ def test_what_was_changed_after_writing_is_refused(tmp_path: Path) -> None:
     file.write_bytes(raw)
     with pytest.raises(BundleError, match="differ from the manifest's sha256"):
         open_bundle(bundle.path).verify()
+    file.write_bytes(raw[:8] + (b"{'descr': '<f2',((").ljust(len(raw) - 8))
+    with pytest.raises(BundleError, match="not a readable array"):
+        open_bundle(bundle.path).weights()
     file.write_bytes(raw[:-2])
     with pytest.raises(BundleError, match=r"has \d+ bytes, the manifest says"):
         open_bundle(bundle.path)

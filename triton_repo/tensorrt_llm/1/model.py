@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import triton_python_backend_utils as pb_utils
 
@@ -24,7 +25,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         self.bfloat16 = {entry["name"] for entry in config["input"] if entry["data_type"] == "TYPE_BF16"}
         try:
-            self.backend = Backend(Settings.from_model_config(config))
+            self.backend = Backend(Settings.from_model_config(config, os.environ))
         except ReferenceEngineError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
