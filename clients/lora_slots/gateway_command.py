@@ -36,6 +36,9 @@ def gateway(
         list[str] | None, typer.Option(help="Origin whose pages may read answers; may be repeated. Default: none.")
     ] = None,
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest body of a request.")] = 4 * 2**20,
+    body_timeout_s: Annotated[
+        float, typer.Option("--body-timeout", min=0.1, help="Seconds in which a request's body must have arrived.")
+    ] = 60.0,
     s3_endpoint_url: Annotated[str | None, typer.Option(help="S3 that is not AWS.")] = None,
 ) -> None:
     """Serve OpenAI's API: adapters are models.
@@ -71,6 +74,7 @@ def gateway(
         admin_port=admin_port,
         cors_origins=tuple(cors_origin or ()),
         max_body_bytes=max_body_bytes,
+        body_timeout_s=body_timeout_s,
         s3_endpoint_url=s3_endpoint_url,
     )
     number = uvloop.run(serve(settings, typer.echo))

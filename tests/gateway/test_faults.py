@@ -78,6 +78,21 @@ def test_a_server_that_goes_and_comes_back(server: TritonServer, tmp_path: Path)
         until("the cut stream's lease is given back too", lambda: leases(server) == 0)
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(server: TritonServer, tmp_path: Path) -> None:
+    """408 in the envelope, and the connection is closed."""
+    with gateway(server.grpc_url, tmp_path / "log", "--body-timeout", "0.5") as own:
+        host, _, port = own.url.removeprefix("http://").rpartition(":")
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99"
+        )
+        with socket.create_connection((host, int(port)), timeout=60) as slow:
+            slow.sendall(f"{head}\r\n\r\n{{".encode())
+            told = b"".join(iter(lambda: slow.recv(4096), b""))
+        assert told.startswith(b"HTTP/1.1 408 ")
+        assert b"request_timeout" in told
+        assert ask(own.url, "/v1/models").status == 200
+
+
 def test_a_stop_waits_and_a_second_one_does_not(server: TritonServer, tmp_path: Path) -> None:
     """A running answer is whole after one SIGTERM; after two the gateway ends at once, and no lease is left."""
     for signals in (1, 2):

@@ -12,7 +12,7 @@ from lora_slots.gateway.bodies import read_body
 from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.document import document, takes
 from lora_slots.gateway.edge import Edge, OwnHost, is_loopback
-from lora_slots.gateway.errors import from_operation, unauthorized
+from lora_slots.gateway.errors import from_operation
 from lora_slots.gateway.publishing import Publisher
 from lora_slots.gateway.routes import answer_health, answer_metrics, handle_errors, read_json
 
@@ -64,7 +64,7 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
 
     def check(request: Request) -> None:
         if has_keys(gateway) or not is_open:
-            check_key(gateway, request)
+            gateway.authenticate_admin(request.headers.get("authorization"))
 
     async def operate(op: str, **arguments: Any) -> dict[str, Any]:
         try:
@@ -74,7 +74,7 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
 
     async def body_of(request: Request, kind: type[Any]) -> Any:
         check(request)
-        return read_body(kind, await read_json(request, gateway.max_body_bytes))
+        return read_body(kind, await read_json(request, gateway))
 
     @app.post("/v1/load_lora_adapter", openapi_extra=takes(LoadBody))
     async def load(request: Request) -> Response:
@@ -130,11 +130,3 @@ def admin_app(gateway: Gateway, host: str, endpoint_url: str | None = None) -> A
 def has_keys(gateway: Gateway) -> bool:
     """Whether the admin port asks for a key."""
     return gateway.tenants is not None and bool(gateway.tenants.current().admin_keys)
-
-
-def check_key(gateway: Gateway, request: Request) -> None:
-    """Raises ApiError 401: no key of the admin port."""
-    kind, _, key = request.headers.get("authorization", "").partition(" ")
-    known = gateway.tenants is not None and gateway.tenants.current().is_admin(key.strip())
-    if kind.lower() != "bearer" or not known:
-        raise unauthorized("A key of the admin port is needed: 'Authorization: Bearer ls-…'.")

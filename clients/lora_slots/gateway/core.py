@@ -55,6 +55,7 @@ class Gateway:
     tenants: TenantsSource | None
     """None: everybody may use everything; only for a gateway that listens on loopback."""
     max_body_bytes: int
+    body_timeout_s: float
     conversion: Conversion | None
     """None: raw PEFT adapters are the server's to convert."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -67,13 +68,19 @@ class Gateway:
         """Who sends a request, by its Authorization header. Raises ApiError 401."""
         if self.tenants is None:
             return Caller(None)
-        kind, _, key = (authorization or "").partition(" ")
-        if not key:
+        key = _bearer(authorization)
+        if key is None:
             raise unauthorized("An API key is needed: 'Authorization: Bearer ls-…'.")
-        caller = self.tenants.current().caller(key.strip()) if kind.lower() == "bearer" else None
+        caller = self.tenants.current().caller(key)
         if caller is None:
             raise unauthorized("This API key is not known.")
         return caller
+
+    def authenticate_admin(self, authorization: str | None) -> None:
+        """Let only a key of the admin port through, by its Authorization header. Raises ApiError 401."""
+        key = _bearer(authorization)
+        if key is None or self.tenants is None or not self.tenants.current().is_admin(key):
+            raise unauthorized("A key of the admin port is needed: 'Authorization: Bearer ls-…'.")
 
     def names(self, tenant: Tenant | None) -> Sequence[str]:
         """The model names a tenant may use, sorted; made anew when the registry or the tenant changed."""
@@ -147,3 +154,9 @@ def prompt_hash(job: Job) -> str:
 def new_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(63)
+
+
+def _bearer(authorization: str | None) -> str | None:
+    """The key in an Authorization header; None if there is none."""
+    kind, _, key = (authorization or "").partition(" ")
+    return key.strip() or None if kind.lower() == "bearer" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,7 +15,7 @@ from lora_slots.gateway.bodies import ChatBody, CompletionBody, read_body
 from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.document import document, takes
 from lora_slots.gateway.edge import Edge, OwnHost
-from lora_slots.gateway.errors import ApiError, unauthorized
+from lora_slots.gateway.errors import ApiError
 from lora_slots.gateway.names import model_object
 from lora_slots.gateway.record import PREFIX, REQUEST_ID, Record
 from lora_slots.gateway.wire import ChatWire, CompletionWire
@@ -30,13 +31,13 @@ def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) 
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatBody, streams=True))
     async def chat_completions(request: Request) -> Response:
         record = admit(gateway, request)
-        body = read_body(ChatBody, await read_json(request, gateway.max_body_bytes))
+        body = read_body(ChatBody, await read_json(request, gateway))
         return GenerationResponse(gateway, await gateway.generation(body, record, request.headers), ChatWire)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionBody, streams=True))
     async def completions(request: Request) -> Response:
         record = admit(gateway, request)
-        body = read_body(CompletionBody, await read_json(request, gateway.max_body_bytes))
+        body = read_body(CompletionBody, await read_json(request, gateway))
         return GenerationResponse(gateway, await gateway.generation(body, record, request.headers), CompletionWire)
 
     @app.get("/v1/models")
@@ -62,9 +63,7 @@ def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         if gateway.tenants is not None:
-            _, _, key = request.headers.get("authorization", "").partition(" ")
-            if not gateway.tenants.current().is_admin(key.strip()):
-                raise unauthorized("Metrics tell of all tenants: a key of the admin port is needed.")
+            gateway.authenticate_admin(request.headers.get("authorization"))
         return answer_metrics(gateway)
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -102,8 +101,8 @@ def admit(gateway: Gateway, request: Request) -> Record:
     return record
 
 
-async def read_json(request: Request, most: int) -> bytes:
-    """The body. Raises ApiError 413, 415."""
+async def read_json(request: Request, gateway: Gateway) -> bytes:
+    """The body. Raises ApiError 408, 413, 415."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # a page in a browser may send other types to any address without being asked
@@ -111,11 +110,17 @@ async def read_json(request: Request, most: int) -> bytes:
             415, f"The content type must be application/json, found {kind[:60] or 'none'}", code="invalid_type"
         )
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > most:
-            raise ApiError(413, f"The body is larger than {most} bytes", code="request_too_large")
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(gateway.body_timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > gateway.max_body_bytes:
+                    text = f"The body is larger than {gateway.max_body_bytes} bytes"
+                    raise ApiError(413, text, code="request_too_large")
+                chunks.append(chunk)
+    except TimeoutError:
+        text = f"The body was not here within {gateway.body_timeout_s:g} s"
+        raise ApiError(408, text, code="request_timeout", headers={"connection": "close"}) from None
     return b"".join(chunks)
 
 

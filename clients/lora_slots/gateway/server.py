@@ -55,6 +55,7 @@ class Settings:
     tenants: Path | None = None
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
+    body_timeout_s: float = 60.0
     s3_endpoint_url: str | None = None
     """Of S3 that is not AWS, for a registry or adapters there."""
 
@@ -82,6 +83,7 @@ async def open_gateway(settings: Settings) -> Gateway:
             settings.base_name or tokenizer.resolve().name,
             tenants,
             settings.max_body_bytes,
+            settings.body_timeout_s,
             Conversion(tokenizer, engine) if not router_says.get("disk_dir") else None,
         )
         _ = gateway.tokenizer.eos_ids, gateway.tokenizer.token_bytes  # read once, not in the first request
