@@ -34,12 +34,10 @@ Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Who may use
 
 def home_at(place: str | None, endpoint: str | None) -> Home:
     """The registry a command means. Raises RegistryError."""
-    from pathlib import Path
-
     from adapter_slots.registry_home import home_of
 
     text = place or os.environ.get(VARIABLE) or "adapters.yaml"
-    return home_of(text if "://" in text else Path(text), endpoint_url=endpoint)
+    return home_of(text, endpoint_url=endpoint)
 
 
 @contextmanager

@@ -52,12 +52,12 @@ class Prepared:
 
     base: Path
     engine: Path
-    registry: Path
-    """`adapters.yaml`."""
+    registry: Path | str
+    """`adapters.yaml`, a file or s3://bucket/key."""
 
 
 def prepare(
-    adapters: Mapping[str, Path] | None, registry: Path, *, cache: Path | None = None, progress: Progress
+    adapters: Mapping[str, Path] | None, registry: Path | str, *, cache: Path | None = None, progress: Progress
 ) -> Prepared:
     """Bring the base model, build the reference engine, convert `adapters` (name -> PEFT directory) and publish them in
     `registry`. None: the registry is somebody's own and stays as it is.
@@ -71,7 +71,7 @@ def prepare(
     engine = ensure_engine(base, cache_folder(cache) / "engines", progress)
     if adapters is not None:
         bundles = cache_folder(cache) / "adapters" / "bundles"
-        registry = publish_adapters(adapters, base, registry.parent, progress, bundles=bundles)
+        registry = publish_adapters(adapters, base, Path(registry).parent, progress, bundles=bundles)
     return Prepared(base, engine, registry)
 
 

@@ -97,7 +97,7 @@ def _wanted(
         from adapter_slots.registry import Registry
         from lora_slots.prewarm import names_of
 
-        content = Registry(registry if "://" in registry else Path(registry), endpoint_url=endpoint).content
+        content = Registry(registry, endpoint_url=endpoint).content
         found = names_of(content)
         return found, frozenset(found)
     if top is not None:

@@ -33,10 +33,15 @@ def examples_and(wished: Sequence[str]) -> dict[str, Path]:
     return adapters
 
 
-def published(registry: Path, named_by: str) -> list[str]:
+def place_of(registry: str) -> Path | str:
+    """Where a registry is, for whoever works in another folder."""
+    return registry if "://" in registry else Path(registry).absolute()
+
+
+def published(registry: Path | str, named_by: str, endpoint_url: str | None) -> list[str]:
     """The names in a registry that an option or variable named. Raises UsageError."""
     try:
-        return sorted(Registry(registry).entries)
+        return sorted(Registry(registry, endpoint_url=endpoint_url).entries)
     except RegistryError as error:
         raise UsageError(f"{named_by}: {error}") from None
 
@@ -51,13 +56,13 @@ def environment() -> nim.Environment:
     return said
 
 
-def from_environment(said: nim.Environment, peft_source: str | None, say: Say) -> tuple[Path | None, PeftSource | None]:
+def from_environment(
+    said: nim.Environment, peft_source: str | None, say: Say
+) -> tuple[Path | str | None, PeftSource | None]:
     """The registry to serve where no option names one, and the folder of adapters that it is made of."""
     place = said.parameters.get("registry")
     if peft_source is None and place is not None:
-        if "://" in place:
-            raise UsageError(f"{said.variables['registry']}={place}: `up` serves a file")
-        return Path(place), None
+        return place_of(place), None
     wanted = peft_source or said.peft_source
     if wanted is None:
         return None, None

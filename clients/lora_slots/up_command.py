@@ -40,7 +40,7 @@ class Wishes:
 
     adapters: Mapping[str, Path] | None
     """Name -> PEFT directory of what is published; None: `registry` is served as it is."""
-    registry: Path | None
+    registry: Path | str | None
     known: Sequence[str]
     """The names of all adapters that are served."""
     prompt: str | None
@@ -79,8 +79,11 @@ def up(
         list[str] | None, typer.Option(help="NAME=DIR: a further PEFT adapter of the base model; may be repeated.")
     ] = None,
     registry: Annotated[
-        Path | None,
-        typer.Option(help="Serve the adapters of this adapters.yaml, as it is, in place of the example adapters."),
+        str | None,
+        typer.Option(
+            metavar="FILE|s3://…",
+            help="Serve the adapters of this adapters.yaml, as it is, in place of the example adapters.",
+        ),
     ] = None,
     peft_source: Annotated[
         str | None,
@@ -137,16 +140,17 @@ def up(
     console, environment = Console(), up_adapters.environment()
     ports = (http_port, grpc_port, metrics_port)
     with exit_on_signals():
-        source, named_by = None, "--registry"
+        place, source, named_by = registry and up_adapters.place_of(registry), None, "--registry"
         if not adapter and registry is None:
             named_by = environment.variables.get("registry", "--peft-source")
-            registry, source = up_adapters.from_environment(environment, peft_source, lambda line: _say(console, line))
-        adapters = up_adapters.examples_and(adapter or []) if registry is None else None
-        known = list(adapters or {}) if registry is None else up_adapters.published(registry, named_by)
+            place, source = up_adapters.from_environment(environment, peft_source, lambda line: _say(console, line))
+        adapters = up_adapters.examples_and(adapter or []) if place is None else None
+        endpoint = environment.parameters.get("s3_endpoint_url")
+        known = list(adapters or {}) if place is None else up_adapters.published(place, named_by, endpoint)
         slots = slots or int(environment.parameters.get("num_slots", 8))
         idle_s = float(environment.parameters.get("idle_s", 300.0)) if idle_s is None else idle_s
         refresh_s = peft_refresh_s or environment.peft_refresh_s
-        wishes = Wishes(adapters, registry, known, prompt, check, ports, slots, idle_s, source, refresh_s)
+        wishes = Wishes(adapters, place, known, prompt, check, ports, slots, idle_s, source, refresh_s)
         _run(wishes, console)
 
 
@@ -165,8 +169,8 @@ def _run(wishes: Wishes, console: Console) -> None:
                 f"other stacks of yours serve on {', '.join(others)}; without --url, commands talk to the newest",
             )
         with Bars(console) as bars:
-            registry = wishes.registry or folder.registry
-            prepared = embedded.prepare(wishes.adapters, registry.absolute(), progress=bars.report)
+            registry = wishes.registry or folder.registry.absolute()
+            prepared = embedded.prepare(wishes.adapters, registry, progress=bars.report)
         with stack_folders.starting(waiting=lambda: _say(console, "waiting for another start …")):
             _say(console, "starting Triton …")
             server = serving.enter_context(_triton(prepared, folder, wishes))

@@ -176,7 +176,7 @@ def test_up_names_the_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         ("NIM_MAX_LORA_RANK", "128", "NIM_MAX_LORA_RANK=128: the engine was built for ranks up to 64"),
         ("NIM_PEFT_SOURCE", "/no/such/folder", "/no/such/folder: No such file or directory"),
         ("LORA_SLOTS_REGISTRY", "/no/such/file", "LORA_SLOTS_REGISTRY: /no/such/file"),
-        ("LORA_SLOTS_REGISTRY", "s3://b/k", "LORA_SLOTS_REGISTRY=s3://b/k: `up` serves a file"),
+        ("LORA_SLOTS_REGISTRY", "gs://b/k", "LORA_SLOTS_REGISTRY: gs://b/k: a registry is a file, or s3://bucket/key"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)

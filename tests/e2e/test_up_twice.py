@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fakes import seaweed
 from fakes.up import Running, lora_slots, nothing_left
 
-from adapter_slots.registry import publish
+from adapter_slots.registry import publish, publish_at
 from lora_slots import examples
 from lora_slots.base_model.store import cache_folder
 from peft_to_trtllm import convert
@@ -114,6 +115,22 @@ def test_a_registry_of_ones_own_is_served_as_it_is(cache: Path, base: Path, tmp_
     assert "asked are the base and json, one, three, two, of 5 adapters" in done.stdout
     assert registry.read_bytes() == before
     assert not (cache / "stacks/1/adapters.yaml").exists()
+
+
+def test_a_registry_in_an_object_store_is_served(
+    cache: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--registry s3://…`: the file and its adapters are fetched from there."""
+    bundle = convert(examples.adapters()["pirate"], base=base, out=tmp_path / "made", dtype="float32", name="pirate")
+    with seaweed.for_tests(tmp_path / "store", "adapters") as store:
+        for name, value in {**seaweed.environment(), "AWS_ENDPOINT_URL": store.url}.items():
+            monkeypatch.setenv(name, value)
+        for file in bundle.path.iterdir():
+            store.client().upload_file(str(file), "adapters", f"bundles/pirate/{file.name}")
+        publish_at("s3://adapters/adapters.yaml", "pirate", bundle.digest, "s3://adapters/bundles/pirate")
+        done = lora_slots("up", "--check", "--registry", "s3://adapters/adapters.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warm: pirate (found in REMOTE" in done.stdout
 
 
 def test_one_bad_adapter_of_a_registry_is_told_and_the_others_serve(cache: Path, base: Path, tmp_path: Path) -> None:
