@@ -1,10 +1,12 @@
 # Everything runs in .venv, which is made on first use; nothing needs to be activated. Settings, all optional:
 #   PYTHON=python3.12   the interpreter .venv is made with (3.11 or 3.12)
 #   ARGS="..."          arguments for `make up`, `make test` and `make ci-rehearsal`
+#   JOBS=2              files of tests at a time; JOBS=0: all in one process
 .DEFAULT_GOAL := help
 SHELL := /bin/sh
 PYTHON ?=
 ARGS ?=
+JOBS ?= 2
 export PYTHON
 
 bin := .venv/bin
@@ -31,7 +33,7 @@ up: $(runtime) ## serve the base model and the example adapters until Ctrl-C (AR
 	@$(bin)/lora-slots up $(ARGS)
 
 test: $(runtime) $(dev) ## run all tests, those with a real Triton included
-	$(bin)/python -m pytest $(ARGS)
+	$(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(checks) ## what CI runs: lint, types, arch, docs-check and test
 

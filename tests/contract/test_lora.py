@@ -244,15 +244,14 @@ def test_eviction_order_is_the_mirrors(
 
 def test_full_of_busy_adapters(server: Any, cache: Cache, prompt: list[int], make_adapter: Any, new_task: Any) -> None:
     """Rule: nothing evictable: the sliced text, and nobody is disturbed."""
-    room = server.shape.max_seq_len - len(prompt)
-    busy = [server.ask(prompt, room, lora_task_id=new_task(), **make_adapter(1)) for _ in range(cache.pages)]
-    for request in busy:
-        request.first()
-    task = new_task()
-    error = server.answer(prompt, 1, lora_task_id=task, **make_adapter(1)).error
+    task, room = new_task(), server.shape.max_seq_len - len(prompt)
+
+    def busy() -> list[Any]:
+        return [server.ask(prompt, room, lora_task_id=new_task(), **make_adapter(1)) for _ in range(cache.pages)]
+
+    put = server.while_busy(busy, lambda: server.answer(prompt, 1, lora_task_id=task, **make_adapter(1)))
     text = f"Error storing task={task} in PEFT cache -- Cache is full. There are no done tasks to evict ("
-    assert f"Encountered an error when fetching new request: {text}" in error
-    assert all(request.answer().errors == [] for request in busy)
+    assert f"Encountered an error when fetching new request: {text}" in put.error
 
 
 def test_too_large_a_put_empties_the_cache(
@@ -262,13 +261,16 @@ def test_too_large_a_put_empties_the_cache(
     large = make_adapter(1, rank=server.shape.max_lora_rank, scale=0.05)
     if cache.pages_of(large) < 2:
         pytest.skip("the largest adapter takes one page")
-    room = server.shape.max_seq_len - len(prompt)
-    idle = new_task()
-    server.tokens(prompt, 1, lora_task_id=idle, **make_adapter(2))
-    busy = [server.ask(prompt, room, lora_task_id=new_task(), **make_adapter(1)) for _ in range(cache.pages - 1)]
-    for request in busy:
-        request.first()
-    error = server.answer(prompt, 1, lora_task_id=new_task(), **large).error
-    assert "in PEFT cache -- [TensorRT-LLM][ERROR] Assertion failed: pageIds.has_value() (" in error
-    assert MISS.format(idle) in server.answer(prompt, 1, lora_task_id=idle).error
-    assert all(request.answer().errors == [] for request in busy)
+    idle, room = new_task(), server.shape.max_seq_len - len(prompt)
+
+    def busy() -> list[Any]:
+        server.tokens(prompt, 1, lora_task_id=idle, **make_adapter(2))
+        return [server.ask(prompt, room, lora_task_id=new_task(), **make_adapter(1)) for _ in range(cache.pages - 1)]
+
+    def put() -> tuple[Any, Any]:
+        failed = server.answer(prompt, 1, lora_task_id=new_task(), **large)
+        return failed, server.answer(prompt, 1, lora_task_id=idle)
+
+    failed, dropped = server.while_busy(busy, put)
+    assert "in PEFT cache -- [TensorRT-LLM][ERROR] Assertion failed: pageIds.has_value() (" in failed.error
+    assert MISS.format(idle) in dropped.error

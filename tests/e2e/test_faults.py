@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from fakes.small_shm import fill, in_small_shm
+from fakes.stacks import running
 from fakes.steady import Steady, ask, explain, is_right, until
 from fakes.variants import make_variant
 
@@ -23,7 +24,7 @@ from adapter_slots.host import KEPT_FREE
 from adapter_slots.registry import publish, publish_at
 from adapter_slots.store import source_digest
 from lora_slots.client import Client
-from lora_slots.embedded import Prepared, running
+from lora_slots.embedded import Prepared
 from lora_slots.errors import ServerError
 from lora_slots.stack import TritonServer
 from peft_to_trtllm import convert

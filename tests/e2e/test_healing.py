@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from fakes.processes import parent_of
+from fakes.stacks import running
 from fakes.steady import ask, explain, is_right, until
 
 from adapter_slots.host import PREFIX, SHM
 from lora_slots.client import Client
 from lora_slots.direct import DirectClient
-from lora_slots.embedded import Prepared, running
+from lora_slots.embedded import Prepared
 from lora_slots.errors import ServerError
 from lora_slots.stack import TritonServer
 from lora_slots.supervisor import supervise
@@ -41,6 +42,11 @@ def supervised(prepared: Prepared, tmp_path: Path) -> Iterator[tuple[TritonServe
         finally:
             stop.set()
             watcher.join()
+
+
+def reloaded(said: list[str], times: int) -> bool:
+    """Whether a model is loaded for the `times`-th time. An engine's death may show in the supervisor's own request."""
+    return sum(line.endswith("; loading it again") for line in said) >= times
 
 
 def stub_of(server: TritonServer, model: str) -> int:
@@ -92,16 +98,13 @@ def test_a_killed_engine_comes_back_and_its_slots_are_bound_again(
     with Client(server.grpc_url) as client:
         client.operate("warm", adapter="json")
 
-    def again(times: int) -> bool:
-        return said.count("tensorrt_llm died; loading it again") == times
-
     for times in (1, 2):
         os.kill(stub_of(server, "tensorrt_llm"), signal.SIGKILL)
-        until(partial(again, times))
+        until(partial(reloaded, said, times))
         until(lambda: in_slots(server) == {"json"})
         until(lambda: is_right(server, answer))
         story = [line["what"] for line in explain(server, "json")["story"]]
-        assert story.count("left SLOT: miss") == times
+        assert story.count("left SLOT: miss") >= times
 
 
 def test_an_engine_killed_in_the_middle_of_a_bind_loses_nobody(
@@ -133,7 +136,7 @@ def test_an_engine_killed_in_the_middle_of_a_bind_loses_nobody(
         thread.start()
     until(lambda: (told := explain(server, "pirate"))["moving_to"] == "SLOT" and told["waiting"] == len(waiting))
     os.kill(engine, signal.SIGKILL)
-    until(lambda: "tensorrt_llm died; loading it again" in said)
+    until(partial(reloaded, said, 1))
     for thread in waiting:
         thread.join()
     assert answers["direct"] == pirate["text"]

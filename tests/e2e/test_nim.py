@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from fakes import seaweed
+from fakes.stacks import running
 from fakes.up import Running, nothing_left
 
 from lora_slots import Client, ServerError, examples
-from lora_slots.embedded import Prepared, running
+from lora_slots.embedded import Prepared
 from lora_slots.peft_source import PeftSource
 from lora_slots.stack import ModelsFailed
 

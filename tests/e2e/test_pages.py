@@ -19,10 +19,11 @@ import yaml
 from fakes.front import front, identity, server_credentials
 from fakes.gateways import RunningGateway, gateway
 from fakes.pages import blocks, run
+from fakes.stacks import running
 from fakes.up import COMMAND
 
 from lora_slots import cli, examples
-from lora_slots.embedded import Prepared, publish_adapters, running
+from lora_slots.embedded import Prepared, publish_adapters
 from lora_slots.peft_source import PeftSource
 from lora_slots.repository import RepositoryConfig, render
 from lora_slots.stack import TritonServer

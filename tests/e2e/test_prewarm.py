@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fakes.front import Fault, front
 from fakes.gateways import ask, gateway
+from fakes.stacks import running
 from fakes.up import COMMAND, lora_slots
 
 from adapter_slots.registry import publish
@@ -21,7 +22,7 @@ from adapter_slots.registry_changes import set_rules
 from adapter_slots.registry_home import home_of
 from adapter_slots.registry_writing import change, publish_at
 from lora_slots import Client, examples
-from lora_slots.embedded import Prepared, publish_adapters, running
+from lora_slots.embedded import Prepared, publish_adapters
 from lora_slots.stack import TritonServer
 from lora_slots.stack.ports import choose_ports
 from peft_to_trtllm import convert

@@ -14,12 +14,13 @@ import pytest
 import tritonclient.grpc as triton
 from fakes import seaweed
 from fakes.seaweed import Seaweed
+from fakes.stacks import running
 
 from adapter_slots.registry import Registry, publish_at
 from adapter_slots.store import source_digest
 from lora_slots import examples
 from lora_slots.client import Client
-from lora_slots.embedded import Prepared, running
+from lora_slots.embedded import Prepared
 from lora_slots.errors import ServerError
 from lora_slots.stack import TritonServer
 from peft_to_trtllm import convert

@@ -17,11 +17,12 @@ import pytest
 from fakes import seaweed
 from fakes.faulty_proxy import Fault, FaultyProxy, between
 from fakes.seaweed import Seaweed
+from fakes.stacks import running
 from fakes.steady import Steady, ask, explain, is_right, until
 from fakes.variants import make_variant
 
 from adapter_slots.registry import publish, publish_at
-from lora_slots.embedded import Prepared, running
+from lora_slots.embedded import Prepared
 from lora_slots.errors import ServerError
 from lora_slots.stack import TritonServer
 from peft_to_trtllm import convert

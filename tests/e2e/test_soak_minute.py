@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from fakes.fleet import make_base, make_fleet
 from fakes.soak import soak
+from fakes.stacks import running
 
-from lora_slots.embedded import Prepared, publish_adapters, running
+from lora_slots.embedded import Prepared, publish_adapters
 from lora_slots.text import Tokenizer
 from reference_engine import build_engine
 
@@ -28,7 +29,7 @@ def test_more_adapters_than_slots_under_load(tmp_path: Path, policy: str) -> Non
     router = {"num_slots": "4", "idle_s": "1", "tick_s": "0.2", "min_residency_s": "0.1", "policy": policy}
     with running(Prepared(base, engine, registry), router=router) as server:
         for zipf in (True, False):
-            outcome = soak(server, fleet, Tokenizer(base), seconds=8, clients=6, zipf=zipf)
+            outcome = soak(server, fleet, Tokenizer(base), seconds=5, clients=6, zipf=zipf)
             assert not outcome.wrong
             assert not outcome.errors
             assert outcome.requests > 20

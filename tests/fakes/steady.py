@@ -11,6 +11,9 @@ from lora_slots.client import Client
 from lora_slots.errors import ServerError
 from lora_slots.stack import TritonServer
 
+PAUSE_S = 0.2
+"""Between two questions: others want the processors too."""
+
 
 class Steady:
     """Asks for as long as the block runs; leaving it fails unless there was an answer, and every one was right."""
@@ -38,7 +41,7 @@ class Steady:
             assert self._right > 1
 
     def _run(self) -> None:
-        while not (self._stop.is_set() and self._right > 1) and not self._wrong:
+        while not (self._stop.wait(PAUSE_S) and self._right > 1) and not self._wrong:
             self._ask()
 
     def _ask(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fakes.processes import parent_of
+from fakes.processes import parent_of, tmpdir_of
 
 COMMAND = str(Path(sys.executable).with_name("lora-slots"))
 _STARTED: list[Running] = []
@@ -83,8 +83,11 @@ class Running:
 @contextmanager
 def nothing_left(temporary: Path) -> Iterator[None]:
     """After the block: no orphaned process of a stack, no shared memory of a server that is gone, and nothing in the
-    temporary folder (which what runs in the block must have been given as TMPDIR)."""
-    before = leftovers()
+    temporary folder (which what runs in the block must have been given as TMPDIR).
+
+    Tests that run beside it may kill servers too; what those leave goes away within a minute.
+    """
+    before = leftovers(temporary)
     try:
         yield
     finally:
@@ -95,22 +98,24 @@ def nothing_left(temporary: Path) -> Iterator[None]:
                 running.process.communicate()
         _STARTED.clear()
     clock = threading.Event()
-    for _ in range(100):
-        left = leftovers() - before | {str(path) for path in temporary.iterdir()}
+    for _ in range(600):
+        left = leftovers(temporary) - before | {str(path) for path in temporary.iterdir()}
         if not left:
             return
         clock.wait(0.1)
     raise AssertionError(left)
 
 
-def leftovers() -> set[str]:
-    """What stacks left behind on this machine; those that still run, ours or anybody's, are left alone."""
+def leftovers(temporary: Path) -> set[str]:
+    """What stacks left behind: processes of this TMPDIR, shared memory of any; what still runs is left alone."""
     commands = dict(processes())
     servers = {pid for pid, words in commands.items() if words[0].endswith("/tritonserver")}
     ids = {word.removeprefix("--id=") for pid in servers for word in commands[pid] if word.startswith("--id=")}
     found = set()
     for pid, words in commands.items():
         parent = commands.get(parent_of(pid), [""])
+        if temporary != tmpdir_of(pid):
+            continue
         if pid in servers and not any(word.endswith("keeper.py") for word in parent):
             found.add(f"server {pid}")
         if words[0].endswith("triton_python_backend_stub") and parent_of(pid) not in servers:

@@ -10,11 +10,12 @@ from typing import Any
 import openai
 import pytest
 from fakes.gateways import RunningGateway, gateway
+from fakes.stacks import running
 
 from lora_slots import examples
 from lora_slots.base_model import ensure_base_model
 from lora_slots.base_model.store import cache_folder
-from lora_slots.embedded import Prepared, ensure_engine, publish_adapters, running
+from lora_slots.embedded import Prepared, ensure_engine, publish_adapters
 from lora_slots.stack import TritonServer
 from lora_slots.text import Tokenizer
 

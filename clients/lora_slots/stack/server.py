@@ -155,6 +155,12 @@ class TritonServer:
                 for folder in self.config.temporary:
                     shutil.rmtree(folder, ignore_errors=True)
 
+    def kill(self) -> None:
+        """As `stop`, without waiting for what runs in it: an orderly stop takes Triton about three seconds."""
+        if self._owner == os.getpid() and self._process is not None:
+            self._process.kill()
+        self.stop()
+
     def log_tail(self, lines: int = log.TAIL_LINES) -> str:
         """The last lines of the server's log that tell something; "" after the stop, unless there is a `log_path`."""
         return log.tail(log.read(self._log_path()), lines)
