@@ -33,6 +33,7 @@ up: $(runtime) ## serve the base model and the example adapters until Ctrl-C (AR
 	@$(bin)/lora-slots up $(ARGS)
 
 test: $(runtime) $(dev) ## run all tests, those with a real Triton included
+	REFERENCE_ENGINE_THREADS=$(if $(filter-out 0 1,$(JOBS)),1) \
 	$(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(checks) ## what CI runs: lint, types, arch, docs-check and test

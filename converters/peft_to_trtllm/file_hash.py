@@ -47,8 +47,8 @@ class FileHash:
         """Of the file that is hashed, once `result` has returned."""
         self._result: str | OSError | None = None
         self._cancelled = False
-        self._thread = threading.Thread(target=self._run, name="source-hash", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()  # a join that a signal ends calls the thread dead, or fails (CPython 3.11)
+        threading.Thread(target=self._run, name="source-hash", daemon=True).start()
 
     def result(self) -> str:
         """Hex digest.
@@ -56,7 +56,7 @@ class FileHash:
         Raises:
             OSError: the file could not be read.
         """
-        self._thread.join()
+        self._ended.wait()
         if isinstance(self._result, str):
             return self._result
         raise self._result or OSError("hashing was given up")
@@ -64,9 +64,15 @@ class FileHash:
     def cancel(self) -> None:
         """Stop early; a cancelled hash has no result."""
         self._cancelled = True
-        self._thread.join()
+        self._ended.wait()
 
     def _run(self) -> None:
+        try:
+            self._hash()
+        finally:
+            self._ended.set()
+
+    def _hash(self) -> None:
         digest, view = hashlib.sha256(), memoryview(bytearray(_CHUNK))
         try:
             with open(open_regular(self.path), "rb", buffering=0) as source:

@@ -153,8 +153,8 @@ class _Hasher:
         self._rows: queue.SimpleQueue[tuple[memoryview, int] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ahead = 0
-        self._thread = threading.Thread(target=self._run, name="bundle-hash", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()  # a join that a signal ends calls the thread dead, or fails (CPython 3.11)
+        threading.Thread(target=self._run, name="bundle-hash", daemon=True).start()
 
     def put(self, data: memoryview, padding: int) -> None:
         """Hash `data` and `padding` zeros after it. Returns when the row before the last one is hashed."""
@@ -166,9 +166,9 @@ class _Hasher:
 
     def stop(self) -> None:
         """Finish what was put and end the thread."""
-        if self._thread.is_alive():
+        if not self._ended.is_set():
             self._rows.put(None)
-            self._thread.join()
+            self._ended.wait()
 
     def result(self) -> str:
         """Hex digest of all that was put."""
@@ -182,3 +182,4 @@ class _Hasher:
             for at in range(0, padding, _CHUNK):
                 self._digest.update(_ZEROS[: min(_CHUNK, padding - at)])
             self._done.put(None)
+        self._ended.set()

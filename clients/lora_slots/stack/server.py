@@ -29,6 +29,8 @@ from lora_slots.stack.ports import choose_ports
 from lora_slots.stack.process import KeptProcess
 
 POLL_S = 0.05
+LOOK_S = 0.5
+NOW = float("-inf")
 _TRIES = 3  # with ports of our own choice, should somebody take one between the look and the start
 _DOORS_S = 5.0  # the metrics door opens some 50 ms after readiness
 
@@ -212,8 +214,9 @@ class TritonServer:
 
     def _await_ready(self, pid: int, ports: Ports) -> None:
         deadline = time.monotonic() + self.config.ready_timeout_s
+        look_at = NOW
         while not probe.is_ready(ports.http):
-            self._check_start()
+            look_at = self._look(look_at)
             if time.monotonic() > deadline:
                 raise NotReady(
                     f"the embedded Triton was not ready after {self.config.ready_timeout_s:g} s",
@@ -224,13 +227,21 @@ class TritonServer:
             raise PortTaken("http", ports.http, "another server answers on it", log_tail=self.log_tail())
         deadline = time.monotonic() + _DOORS_S
         while (closed := probe.doors_not_open(pid, ports)) != []:
-            self._check_start()
+            look_at = self._look(look_at)
             if time.monotonic() > deadline:
                 if closed is None:  # it lives, and this machine shows nobody its sockets
                     return
                 port = dict(ports.doors())[closed[0]]
                 raise PortTaken(closed[0], port, "Triton does not listen on it", log_tail=self.log_tail())
             time.sleep(POLL_S)
+
+    def _look(self, at: float) -> float:
+        """`_check_start`, if it is time for it; when the next time is. Every process of the machine is looked at."""
+        now = time.monotonic()
+        if now < at:
+            return at
+        self._check_start()
+        return now + LOOK_S
 
     def _check_start(self) -> None:
         """As `poll`, saying more exactly what made a start fail."""
