@@ -77,10 +77,15 @@ must "the engine is the profile's, byte for byte what was built" lora-slots engi
 check "capacity plan" lora-slots plan "$profile"
 
 printf 'schema: 1\nadapters: {}\n' >"$work/adapters.yaml"
-mkdir "$work/prefetch"
-# the contract suite wants the runtime's default for exclude_input_in_output, and every LoRA parameter set
+# the contract suite wants the runtime's default for exclude_input_in_output, and every LoRA parameter set; but the
+# prefetch takes float16 files only
+set -- --set exclude_input_in_output=false
+if grep -Eq '"dtype": *"float16"' "$engine/config.json"; then
+    mkdir "$work/prefetch"
+    set -- "$@" --set "lora_prefetch_dir=$work/prefetch"
+fi
 must "render" lora-slots repo render "$profile" --engine "$engine" --registry "$work/adapters.yaml" -o "$work/models" \
-    --set exclude_input_in_output=false --set "lora_prefetch_dir=$work/prefetch"
+    "$@"
 check "the repository has no mistakes" lora-slots repo check "$work/models" --engine "$engine"
 
 say "serve"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,10 @@ from lora_slots.errors import UsageError
 if TYPE_CHECKING:
     from adapter_slots.registry_changes import Doc
     from adapter_slots.registry_home import Home
+    from lora_slots.adapters_source import Found
+
+WARNED = 7
+"""Lines of a report that are shown of an adapter that is published all the same."""
 
 
 def add(
@@ -38,7 +43,8 @@ def add(
 ) -> None:
     """Add a version of an adapter, and make it current; with --canary it only gets a share of an alias.
 
-    Every byte of a local adapter is checked first. Base, rank, modules and signature are taken from the adapter.
+    A local bundle's bytes are checked first; a raw PEFT adapter is converted by the servers, and what seems to stand in
+    the way of that is told as a warning. Base, rank, modules and signature are taken from the adapter.
 
     Examples:
 
@@ -62,6 +68,7 @@ def add(
         version |= {"base_model": base_model} if base_model else {}
         given = key.sign(found.digest) if key else signature
         version |= {"signature": given} if given else {}
+        _warn_of(found)
         version["created"] = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     rules: dict[str, Any] = {"pool": pool, "cold": cold, "tenants": tenants, "pinned": pinned or None}
     added: list[int] = []
@@ -79,6 +86,19 @@ def add(
         facts += [f"base {version['base_model']}"] if "base_model" in version else []
         facts += [f"signed by {str(version['signature']).split(':')[1]}"] if "signature" in version else ["not signed"]
         typer.echo(f"{name}@{added[0]}: {', '.join(facts)}")
+
+
+def _warn_of(found: Found) -> None:
+    """Tell what seems to stand in the way of a raw adapter: servers convert it, with a base that is not known here."""
+    if found.kind != "peft" or found.folder is None:
+        return
+    from peft_to_trtllm import inspect
+
+    report = inspect(found.folder, dtype="float32")  # what a narrower type would lose is for the server to say
+    if not report.ok:
+        lines = report.text().splitlines()
+        more = [f"  … and {len(lines) - WARNED} lines more: lora-slots convert --check"] if len(lines) > WARNED else []
+        sys.stderr.write("\n".join(["warning: without its base it would not convert:", *lines[:WARNED], *more]) + "\n")
 
 
 def _with_version(doc: Doc, home: Home, name: str, version: Mapping[str, Any], *, current: bool) -> tuple[Doc, int]:

@@ -150,7 +150,8 @@ def verify(
     ):
         verdicts.append(verdict)
         if not as_json:
-            good = f"good {verdict.kind}" + (f", signed by {verdict.signed_by}" if verdict.signed_by else "")
+            unjudged = " (bytes; --engine judges the conversion)" if verdict.kind == "peft" and engine is None else ""
+            good = f"good {verdict.kind}{unjudged}" + (f", signed by {verdict.signed_by}" if verdict.signed_by else "")
             typer.echo(
                 f"{verdict.entry.ref}: {good if not verdict.problems else ''}".rstrip(": ")
                 + (":" if verdict.problems else "")

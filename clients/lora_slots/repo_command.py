@@ -34,10 +34,13 @@ def check(
 
     Example: lora-slots repo check /models --engine /engines/llama
     """
-    from lora_slots.errors import EXIT_REFUSED
+    from lora_slots.errors import EXIT_REFUSED, UsageError
     from lora_slots.refusals import refusing
     from lora_slots.repo_check import check_repository
+    from trtllm_lora.bundle import CONFIG_FILE
 
+    if bundles is not None and not any(bundles.glob(f"*/{CONFIG_FILE}")):
+        raise UsageError(f"--bundles {bundles}: no bundle here (a folder with {CONFIG_FILE} for each adapter)")
     with refusing():
         findings = check_repository(folder, engine, bundles)
         if as_json:

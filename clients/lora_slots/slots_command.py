@@ -171,5 +171,5 @@ def _holders(a: dict[str, Any]) -> str:
     words += [f"{a['waiting']} waiting"] if a["waiting"] else []
     words += ["pin"] if a["pinned"] else []
     words += [f"moving to {a['moving_to']}"] if a["moving_to"] else []
-    words += [f"failed: {a['failure']}"] if a["failure"] else []
+    words += ["failed: see `slots explain`"] if a["failure"] else []
     return ", ".join(words)

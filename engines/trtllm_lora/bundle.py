@@ -156,6 +156,8 @@ def find_bundle(parent: Path) -> Bundle:
     if (parent / MANIFEST_FILE).is_file():
         return open_bundle(parent)
     found = sorted(file.parent for file in parent.glob(f"*/{MANIFEST_FILE}"))
+    if not parent.is_dir():
+        raise BundleError(f"{parent}: no such directory")
     if len(found) != 1:
         raise BundleError(f"{parent}: one bundle expected, {len(found)} found")
     return open_bundle(found[0])

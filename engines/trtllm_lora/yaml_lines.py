@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+_OF_TAGS = (AttributeError, IndexError, KeyError, TypeError)
+"""What PyYAML raises where a tag (`!!int ""`) does not fit its value."""
 Where = tuple[str | int, ...]
 """Path of a value in a document: keys and indices."""
 
@@ -62,6 +64,9 @@ def read_yaml(path: Path) -> Document:
     """Read a file; what is wrong with it as YAML is in `problems`, and `data` is then None. Never raises."""
     document = Document(str(path))
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            document.problems.append(document.problem((), "is no file"))
+            return document
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         document.problems.append(document.problem((), error.strerror or str(error)))
@@ -70,9 +75,17 @@ def read_yaml(path: Path) -> Document:
         document.problems.append(document.problem((), "not UTF-8 text"))
         return document
     try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):  # a few can stand for billions of values, or for themselves
+                line, what = (
+                    event.start_mark.line + 1 if event.start_mark else 1,
+                    f"*{event.anchor} stands for another value",
+                )
+                document.problems.append(Problem(document.file, line, "", what, "write that value out"))
+                return document
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         document.data = yaml.safe_load(text) if root is not None else None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, *_OF_TAGS) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         what = getattr(error, "problem", None) or " ".join(str(error).split())

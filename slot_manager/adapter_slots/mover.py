@@ -22,6 +22,7 @@ from adapter_slots.disk import DiskTier
 from adapter_slots.errors import (
     AdapterRejected,
     BundleGone,
+    ConversionFailed,
     EngineFull,
     EngineMiss,
     HostFull,
@@ -63,7 +64,7 @@ class Mover:
         self._entries: dict[str, Entry] = {}
         self._bundles: dict[str, Bundle] = {}
         self._regions: dict[str, Region] = {}
-        self._refused: dict[str, NotAdmitted] = {}
+        self._refused: dict[str, AdapterRejected] = {}
         self._arrived: dict[str, tuple[int, int]] = {}
         self._count = 0
         if left := host.sweep():
@@ -89,8 +90,8 @@ class Mover:
                 raise
             return None
 
-    def refusal(self, digest: str) -> NotAdmitted | None:
-        """Why an adapter was not admitted when it came from REMOTE, if that is what its last move failed of."""
+    def refusal(self, digest: str) -> AdapterRejected | None:
+        """Why an adapter cannot be served as it is, found when it came from REMOTE, if its last move failed of that."""
         return self._refused.get(digest)
 
     def arrived(self, digest: str) -> tuple[int, int] | None:
@@ -146,10 +147,11 @@ class Mover:
             return await asyncio.to_thread(self._open, entry)
         except TimeoutError:
             raise StoreUnavailable(f"{entry.path}: not here within {self._limits.to_disk_s} s") from None
-        except NotAdmitted as error:
-            self._refused[digest] = error
-            raise MoveRejected(str(error)) from None
+        except ConversionFailed as error:
+            self._refused[digest] = AdapterRejected(f"adapter {entry.name!r}: {error}", adapter=entry.name)
+            raise
         except AdapterRejected as error:
+            self._refused[digest] = error
             raise MoveRejected(str(error)) from None
         finally:
             transfer.cancelled.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import uuid
@@ -143,10 +144,22 @@ def test_a_raw_adapter_is_named_by_its_source_digest(shell: Shell) -> None:
     assert shell.json("verify")[0]["kind"] == "peft"
 
 
+def test_what_would_not_convert_is_told(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is published all the same, since its base is not known here; verify says what it did not judge."""
+    broken = shell.folder / "broken"
+    shutil.copytree(example_adapters()["robot"], broken)
+    config = json.loads((broken / "adapter_config.json").read_text())
+    (broken / "adapter_config.json").write_text(json.dumps({**config, "bias": "all"}))
+    done = shell.run("add", "robot", broken)
+    assert "warning: without its base it would not convert:" in done.stderr
+    assert "bias" in done.stderr
+    assert "good peft (bytes; --engine judges the conversion)" in shell.run("verify").output
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (("add", "ant", "nowhere"), 2, "nowhere: one bundle expected, 0 found"),
+        (("add", "ant", "nowhere"), 2, "nowhere: no such directory"),
         (("add", "base", "BUNDLE"), 2, "no adapter name"),
         (("add", "new", "BUNDLE", "--canary", "5", "--alias", "x"), 2, "new@1 is the only version of new"),
         (("add", "new", "BUNDLE", "--canary", "5"), 2, "which --alias? new is in none"),
@@ -281,7 +294,7 @@ def test_verify_finds_everything_at_once(shell: Shell, bundles: list[Bundle]) ->
     found = {v["name"]: v["problems"] for v in shell.json("verify", "--engine", engine, "--base-model", "m@r", code=2)}
     assert "differ from the manifest's sha256" in found["ant"][0]
     assert found["bee"] == ["it was trained on m@other, this server's base is m@r"]
-    assert "one bundle expected, 0 found" in found["cat"][0]
+    assert "no such directory" in found["cat"][0]
     assert "the registry says rank 32, the bundle says 16" in found["wide"]
     assert any("max_lora_rank is 8" in problem for problem in found["wide"])
     assert shell.run("verify", "bee").stdout == "bee@1: good bundle\n"

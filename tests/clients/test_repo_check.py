@@ -17,6 +17,8 @@ from google.protobuf import text_format
 from numpy.lib.format import open_memmap
 from tritonclient.grpc import model_config_pb2
 
+from lora_slots import repo_command
+from lora_slots.errors import UsageError
 from lora_slots.refusals import Refused
 from lora_slots.repo_check import check_repository
 from lora_slots.repo_files import Finding
@@ -590,3 +592,9 @@ def test_no_repository(tmp_path: Path) -> None:
     """A folder without models is refused in words."""
     with pytest.raises(Refused, match="no model repository here"):
         check_repository(tmp_path)
+
+
+def test_a_folder_without_bundles_is_no_good_sign(tmp_path: Path) -> None:
+    """A mistyped --bundles would look like clean adapters."""
+    with pytest.raises(UsageError, match="no bundle here"):
+        repo_command.check(tmp_path, bundles=tmp_path / "nowhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -302,6 +303,16 @@ def test_every_problem_at_once_with_its_line(tmp_path: Path) -> None:
         (lambda file: file.write_text(""), "a mapping of keys is expected"),
         (lambda file: file.write_bytes(b"\xff\xfe\x00"), "not UTF-8"),
         (lambda file: file.write_text("model: 3\nengine: []\n"), "schema: is missing"),
+        (
+            lambda file: file.write_text("a: &a 1\nb: *a\n"),
+            r"yaml:2: \*a stands for another value; write",
+        ),
+        (lambda file: file.write_text("a: &a [*a]"), "stands for another value"),
+        (lambda file: file.write_text("a: !!timestamp foo"), "not YAML"),
+        (lambda file: file.write_text("a: !!int ''"), "not YAML"),
+        (lambda file: file.write_text("[" * 5000), "not YAML"),
+        (lambda file: file.mkdir(), "is no file"),
+        (os.mkfifo, "is no file"),
     ],
 )
 def test_files_that_are_no_profile(tmp_path: Path, write: Callable[[Path], object], says: str) -> None:
