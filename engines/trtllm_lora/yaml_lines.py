@@ -77,10 +77,8 @@ def read_yaml(path: Path) -> Document:
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):  # a few can stand for billions of values, or for themselves
-                line, what = (
-                    event.start_mark.line + 1 if event.start_mark else 1,
-                    f"*{event.anchor} stands for another value",
-                )
+                line = event.start_mark.line + 1 if event.start_mark else 1
+                what = f"*{event.anchor} stands for another value"
                 document.problems.append(Problem(document.file, line, "", what, "write that value out"))
                 return document
         root = yaml.compose(text, Loader=yaml.SafeLoader)
