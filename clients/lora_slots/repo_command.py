@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -158,9 +158,12 @@ def _config(
     if gpu is None:
         raise Refused("the profile has no serving.gpu_memory, which the plan of the caches starts from")
     slots, shape = profile.serving.slots, profile.shape()
-    wish = Wish(profile, parse_fleet(fleet or f"{slots}x{profile.lora.max_rank}", shape), gpu, slots)
+    words = fleet or f"{slots}x{profile.lora.max_rank}"
+    wish = Wish(profile, parse_fleet(words, shape), gpu, slots)
     plan = make_plan(wish)
     parameters, router = plan.parameters, router_parameters(wish, plan)
+    for line in _planned_otherwise(profile, parameters, words, own["tensorrt_llm"]):
+        typer.echo(line, err=True)
     if profile.runtime == "reference":
         # its caches are in the machine's memory: shares of a GPU mean nothing there
         parameters = {key: value for key, value in parameters.items() if "fraction" not in key}
@@ -177,6 +180,23 @@ def _config(
         backend=_backend(profile, backend),
         dora=profile.lora.dora,
     )
+
+
+def _planned_otherwise(
+    profile: EngineProfile, planned: Mapping[str, str], fleet: str, own: Mapping[str, str]
+) -> Iterator[str]:
+    """Where the plan of the caches writes another value than the profile has."""
+    serving = profile.serving
+    for key, name in (
+        ("lora_cache_host_memory_bytes", "lora_host_memory"),
+        ("lora_cache_optimal_adapter_size", "lora_optimal_rank"),
+    ):
+        says = str(getattr(serving, name))
+        if name in serving.model_fields_set and key not in own and planned[key] != says:
+            yield (
+                f"{key}: {planned[key]}, as {fleet} in {serving.slots} slots needs; the profile's {name} is {says} "
+                f"(--set {key}={says} keeps it, --fleet says what is served)"
+            )
 
 
 def _parameters(words: list[str]) -> dict[str, dict[str, str]]:

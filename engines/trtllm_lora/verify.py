@@ -5,6 +5,7 @@ Source of the keys: `tensorrt_llm/builder.py` (`EngineConfig.to_dict`) and `gptJ
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,13 @@ _FIELDS = (
     ("max_lora_rank", "build_config.lora_config.max_lora_rank"),
     ("max_batch_size", "build_config.max_batch_size"),
     ("max_seq_len", "build_config.max_seq_len"),
+    ("max_beam_width", "build_config.max_beam_width"),
 )
+_KV_ALGOS = {"auto": None, "fp8": "FP8", "int8": "INT8"}
+_NEEDED = ("remove_input_padding", "use_paged_context_fmha")
+"""Switches of the plugins without which requests are not batched in flight, or their blocks not used again."""
+_SAME_VERSION = re.compile(r"((\.post|[+-]).*)?")
+"""What may follow a version that is still the same one: 1.2.1.post1, 1.2.1+cu13; not the 0 of 1.2.10."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +68,17 @@ def verify_engine(engine: Path, profile: EngineProfile) -> list[Difference]:
         for name, key in _FIELDS
         if getattr(shape, name) != getattr(wanted, name)
     ]
-    if not shape.version.startswith(wanted.version):
+    if not (shape.version.startswith(wanted.version) and _SAME_VERSION.fullmatch(shape.version[len(wanted.version) :])):
         what = "an engine loads only in the version that built it"
         found.append(Difference("version", shape.version, wanted.version, what))
     if set(shape.lora_modules) != set(wanted.lora_modules):
         key = "build_config.lora_config.lora_target_modules"
         found.append(Difference(key, sorted(shape.lora_modules), sorted(wanted.lora_modules)))
     found += _build(config["build_config"], profile)
+    algo = (config["pretrained_config"].get("quantization") or {}).get("kv_cache_quant_algo")
+    if algo != _KV_ALGOS[profile.engine.kv_cache_dtype]:
+        key = "pretrained_config.quantization.kv_cache_quant_algo"
+        found.append(Difference(key, algo, _KV_ALGOS[profile.engine.kv_cache_dtype]))
     if engine.is_dir():
         found += _files(engine, profile)
     return found
@@ -84,6 +95,9 @@ def _build(build: Mapping[str, Any], profile: EngineProfile) -> Iterator[Differe
     given = build.get("max_input_len")
     if given is not None and given != wanted:
         yield Difference("build_config.max_input_len", given, wanted)
+    for name in _NEEDED:
+        if (build.get("plugin_config") or {}).get(name) is False:
+            yield Difference(f"build_config.plugin_config.{name}", False, True)
     folders = (build.get("lora_config") or {}).get("lora_dir") or []
     if folders:
         what = "built with --lora_dir: that adapter's embeddings and output layer may have replaced the base's"

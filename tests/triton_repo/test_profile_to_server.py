@@ -82,6 +82,15 @@ def test_render_refuses_what_it_would_destroy_and_what_does_not_fit(made: Made, 
     assert "write python or tensorrtllm" in run(*words, "-o", str(tmp_path / "m"), "--backend", "x", code=2).stderr
 
 
+def test_a_plan_that_overrules_the_profile_says_so(made: Made, tmp_path: Path) -> None:
+    """Caches come from the plan; a value of the profile that it replaces is told, and kept if it is set by hand."""
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    told = run(*words).stderr
+    assert re.search(r"lora_cache_host_memory_bytes: \d+, as 2x16 in 2 slots needs; the profile's .* 1073741824", told)
+    kept = run(*words, "--set", "lora_cache_host_memory_bytes=1073741824").stderr
+    assert "lora_cache_host_memory_bytes" not in kept
+
+
 def test_rendering_again_replaces_in_one_step(made: Made, tmp_path: Path) -> None:
     """A repository that is there is replaced whole; nothing else is left beside it."""
     words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))

@@ -343,6 +343,9 @@ def test_verify_names_every_difference(tmp_path: Path, base: Path) -> None:
     config["pretrained_config"]["dtype"] = "bfloat16"
     config["build_config"]["lora_config"] |= {"lora_target_modules": ["attn_q"], "lora_dir": ["lora/0"]}
     config["build_config"]["kv_cache_type"] = "CONTINUOUS"
+    config["build_config"]["max_beam_width"] = 4
+    config["build_config"]["plugin_config"]["remove_input_padding"] = False
+    config["pretrained_config"].setdefault("quantization", {})["kv_cache_quant_algo"] = "FP8"
     file.write_text(json.dumps(config))
     (engine / "rank0.engine").unlink()
     keys = {difference.key for difference in verify_engine(engine, profile)}
@@ -352,8 +355,24 @@ def test_verify_names_every_difference(tmp_path: Path, base: Path) -> None:
         "build_config.lora_config.lora_target_modules",
         "build_config.lora_config.lora_dir",
         "build_config.kv_cache_type",
+        "build_config.max_beam_width",
+        "build_config.plugin_config.remove_input_padding",
+        "pretrained_config.quantization.kv_cache_quant_algo",
         "files",
     }
+
+
+@pytest.mark.parametrize(
+    ("version", "same"), [("1.2.10", False), ("1.2.1.post1", True), ("1.2.1+cu13", True), ("1.2", False)]
+)
+def test_the_version_is_the_whole_one(tmp_path: Path, base: Path, version: str, same: bool) -> None:
+    """An engine loads only in the version that built it; what is told apart by a build tag is one version."""
+    profile = tiny_profile(tmp_path / "p.yaml")
+    _, engine = build(profile, base, tmp_path / "cache", trtllm_tools.install(tmp_path))
+    assert profile.engine.tensorrt_llm == "1.2.1"
+    config = json.loads((engine / "config.json").read_text())
+    (engine / "config.json").write_text(json.dumps({**config, "version": version}))
+    assert ([each.key for each in verify_engine(engine, profile)] == []) is same
 
 
 def test_diff_says_what_it_means_for_adapters(tmp_path: Path, base: Path) -> None:
