@@ -21,6 +21,7 @@ WIRE = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
 _KEPT_AS_TEXT = ("gpt_model_path", "tokenizer_dir", "gpt_model_type", "lora_prefetch_dir")
 _OURS = re.compile(r"from (adapter_slots|reference_engine|lora_slots)\b")
 """Models of this project, which carry bfloat16 (the router by binds, the reference engine by DLPack)."""
+_WHOLE = re.compile(r"\s*[0-9]{1,18}\s*")
 _RENAMED = {"min_length": "min_tokens", "random_seed": "seed"}
 Check = Callable[[Repository], Iterator[Finding]]
 
@@ -172,6 +173,13 @@ def _engine(repository: Repository) -> Iterator[Finding]:
         yield Finding(model.file, model.line_of("max_batch_size"), "batch-size", what, fix, warning=True)
 
 
+def _is_share(text: str) -> bool:
+    try:
+        return 0 < float(text) < 1
+    except ValueError:
+        return False
+
+
 def _cache(repository: Repository) -> Iterator[Finding]:
     """B#559, B#560, T#1562: cache sizes with which an engine does not start, or holds fewer adapters than believed."""
     model, engine = repository.tensorrt_llm, repository.engine
@@ -180,6 +188,11 @@ def _cache(repository: Repository) -> Iterator[Finding]:
     if model.parameter("lora_cache_gpu_memory_fraction") is None and not model.is_python:
         what = "lora_cache_gpu_memory_fraction is unset: 0.02 is in force, although the log says 0.05"
         yield Finding(model.file, 1, "cache-fraction", what, "set it; `lora-slots plan` says to what", warning=True)
+    for key in ("lora_cache_gpu_memory_fraction", "kv_cache_free_gpu_mem_fraction"):
+        text = model.parameter(key)
+        if text is not None and not _is_share(text):
+            what = f"{key} is {text[:40]!r}, no share of the memory"
+            yield Finding(model.file, model.line(key), "cache-number", what, "write a number above 0 and below 1")
     if engine is None or not engine.lora_enabled:
         return
     sizes: dict[str, int] = {}
@@ -189,10 +202,10 @@ def _cache(repository: Repository) -> Iterator[Finding]:
         ("lora_cache_host_memory_bytes", 2**30),
     ):
         text = model.parameter(key)
-        if text is not None and not text.strip().isdigit():
-            what = f"{key} is {text!r}, no number: the default {default} is used"
+        if text is not None and not _WHOLE.fullmatch(text):
+            what = f"{key} is {text[:40]!r}, no number: the default {default} is used"
             yield Finding(model.file, model.line(key), "cache-number", what, "write a whole number")
-        sizes[key] = int(text) if text and text.strip().isdigit() else default
+        sizes[key] = int(text) if text and _WHOLE.fullmatch(text) else default
     optimal, largest, host = sizes.values()
     if largest < engine.max_lora_rank:
         what = f"lora_cache_max_adapter_size {largest} is below the engine's max_lora_rank {engine.max_lora_rank}"

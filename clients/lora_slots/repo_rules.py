@@ -46,7 +46,7 @@ RULES: dict[str, str] = {
     "engine-no-lora": "an engine built without LoRA: adapters are answered by the base, in silence",
     "batch-size": "(warned of) a `max_batch_size` above the engine's",
     "cache-fraction": "(warned of) no `lora_cache_gpu_memory_fraction`: 0.02 is in force, although the log says 0.05",
-    "cache-number": "a cache parameter that is no number: its default is in force",
+    "cache-number": "a cache parameter that is no number (its default is in force), or a share not between 0 and 1",
     "cache-rank": "`lora_cache_max_adapter_size` below the engine's `max_lora_rank`: rows are written past their pages",
     "cache-memory": "a host cache with which the engine does not start (B#559, B#560, T#1562)",
     "cache-mirror": "cache parameters that differ in `lora_router`: the slot manager miscounts the engine's pages",

@@ -471,6 +471,15 @@ CASES = [
         "cache-number", parameter("tensorrt_llm", "lora_cache_max_adapter_size", "many"), "no number", "whole number"
     ),
     wrong(
+        "cache-number",
+        parameter("tensorrt_llm", "lora_cache_max_adapter_size", "9" * 5000),
+        "no number",
+        "whole number",
+    ),
+    wrong("cache-number", parameter("tensorrt_llm", "kv_cache_free_gpu_mem_fraction", "lots"), "no share", "below 1"),
+    wrong("cache-number", parameter("tensorrt_llm", "lora_cache_gpu_memory_fraction", "2"), "no share", "below 1"),
+    wrong("cache-number", parameter("tensorrt_llm", "lora_cache_gpu_memory_fraction", "nan"), "no share", "below 1"),
+    wrong(
         "cache-rank", parameter("tensorrt_llm", "lora_cache_max_adapter_size", "8"), "below the engine's", "write 64"
     ),
     wrong(
