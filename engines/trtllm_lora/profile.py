@@ -21,6 +21,8 @@ from trtllm_lora.yaml_lines import Document, Problem, Where, read_yaml
 
 SCHEMA = 1
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+KV_ALGOS = {"auto": None, "fp8": "FP8", "int8": "INT8"}
+"""`engine.kv_cache_dtype` -> `quantization.kv_cache_quant_algo` of config.json."""
 QUANT_ALGOS: dict[str, str | None] = {
     "none": None,
     "fp8": "FP8",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trtllm_lora.modules import dims
-from trtllm_lora.profile import EngineProfile
+from trtllm_lora.profile import KV_ALGOS, EngineProfile
 from trtllm_lora.shape import EngineShape, read_json
 
 _FIELDS = (
@@ -34,7 +34,6 @@ _FIELDS = (
     ("max_seq_len", "build_config.max_seq_len"),
     ("max_beam_width", "build_config.max_beam_width"),
 )
-_KV_ALGOS = {"auto": None, "fp8": "FP8", "int8": "INT8"}
 _NEEDED = ("remove_input_padding", "use_paged_context_fmha")
 """Switches of the plugins without which requests are not batched in flight, or their blocks not used again."""
 _SAME_VERSION = re.compile(r"((\.post|[+-]).*)?")
@@ -76,9 +75,9 @@ def verify_engine(engine: Path, profile: EngineProfile) -> list[Difference]:
         found.append(Difference(key, sorted(shape.lora_modules), sorted(wanted.lora_modules)))
     found += _build(config["build_config"], profile)
     algo = (config["pretrained_config"].get("quantization") or {}).get("kv_cache_quant_algo")
-    if algo != _KV_ALGOS[profile.engine.kv_cache_dtype]:
+    if algo != KV_ALGOS[profile.engine.kv_cache_dtype]:
         key = "pretrained_config.quantization.kv_cache_quant_algo"
-        found.append(Difference(key, algo, _KV_ALGOS[profile.engine.kv_cache_dtype]))
+        found.append(Difference(key, algo, KV_ALGOS[profile.engine.kv_cache_dtype]))
     if engine.is_dir():
         found += _files(engine, profile)
     return found

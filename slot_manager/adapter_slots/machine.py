@@ -183,7 +183,7 @@ class SlotMachine(Timer):
         if event.gone:
             adapter.tier, adapter.retry_at, adapter.retries = Tier.REMOTE, now, True
         if event.short_bytes:
-            self._make_room_in_host(event.short_bytes, self.config.host_bytes, adapter, now)
+            self._make_room_in_host(adapter, event.short_bytes, now)
         if event.engine_lost_idle:
             for task in self.mirror.eviction_order():
                 self._missed(self._by_task[task], now)
@@ -251,15 +251,16 @@ class SlotMachine(Timer):
         if adapter.tier is Tier.REMOTE:
             self._begin(adapter, Tier.DISK, now)
             return True
-        ready = self._make_room_in_host(adapter.num_bytes, self._host_bytes, adapter, now)
+        short_bytes = self._host_bytes + adapter.num_bytes - self.config.host_bytes
+        ready = self._make_room_in_host(adapter, short_bytes, now)
         if ready:
             self._enter_host(adapter, now)
         elif now - since >= self.config.max_wait_s:
             self._drain_one(adapter, now)
         return ready
 
-    def _make_room_in_host(self, num_bytes: int, used_bytes: int, adapter: Adapter, now: float) -> bool:
-        room = room_in_host(num_bytes, adapter, self._in_host.values(), used_bytes, self._view(now))
+    def _make_room_in_host(self, adapter: Adapter, short_bytes: int, now: float) -> bool:
+        room = room_in_host(adapter, short_bytes, self._in_host.values(), self._view(now))
         for victim in room.evict:
             if victim.tier is Tier.SLOT:
                 self._leave_slot(victim, Reason.ROOM, now)

@@ -38,22 +38,19 @@ class SlotView:
     """When a bind last failed: whether the engine evicted for it nobody knows."""
 
 
-def room_in_host(
-    num_bytes: int, adapter: Adapter, in_host: Collection[Adapter], used_bytes: int, view: SlotView
-) -> Room:
-    """Room for so many bytes in HOST, all of it or none, for `adapter`.
+def room_in_host(adapter: Adapter, short_bytes: int, in_host: Collection[Adapter], view: SlotView) -> Room:
+    """Where the bytes come from that are missing in HOST for `adapter`: all of them, or nobody goes.
 
     Adapters in a slot keep their HOST copy, unless no other can go.
     """
     evict: list[Adapter] = []
-    free = view.config.host_bytes - used_bytes
-    while free < num_bytes:
+    while short_bytes > 0:
         idle = (a for a in in_host if a.tier is Tier.HOST and not a.held and a not in evict)
         victim = view.policy.victim(idle) or slot_victim(adapter, [a for a in view.in_slot if a not in evict], view)
         if victim is None:
             return Room(ready=False)
         evict.append(victim)
-        free += victim.num_bytes
+        short_bytes -= victim.num_bytes
     return Room(ready=True, evict=tuple(evict))
 
 

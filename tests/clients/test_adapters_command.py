@@ -144,7 +144,7 @@ def test_a_raw_adapter_is_named_by_its_source_digest(shell: Shell) -> None:
     assert shell.json("verify")[0]["kind"] == "peft"
 
 
-def test_what_would_not_convert_is_told(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_not_convert_is_told(shell: Shell) -> None:
     """It is published all the same, since its base is not known here; verify says what it did not judge."""
     broken = shell.folder / "broken"
     shutil.copytree(example_adapters()["robot"], broken)

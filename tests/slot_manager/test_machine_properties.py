@@ -457,10 +457,8 @@ def _late_reports_swap_no_places(patch: pytest.MonkeyPatch) -> None:
 def _copies_of_slots_are_never_given_up(patch: pytest.MonkeyPatch) -> None:
     original = room.room_in_host
 
-    def stingy(
-        num_bytes: int, adapter: Adapter, held: Collection[Adapter], used: int, view: room.SlotView
-    ) -> room.Room:
-        return original(num_bytes, adapter, held, used, dataclasses.replace(view, in_slot=()))
+    def stingy(adapter: Adapter, short: int, in_host: Collection[Adapter], view: room.SlotView) -> room.Room:
+        return original(adapter, short, in_host, dataclasses.replace(view, in_slot=()))
 
     patch.setattr("adapter_slots.machine.room_in_host", stingy)
 

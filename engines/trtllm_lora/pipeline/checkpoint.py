@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trtllm_lora.profile import QUANT_ALGOS
+from trtllm_lora.profile import KV_ALGOS, QUANT_ALGOS
 from trtllm_lora.shape import read_json
 
 CALIBRATED = ("fp8", "int4_awq")
-KV_ALGOS = {"auto": None, "fp8": "FP8", "int8": "INT8"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
