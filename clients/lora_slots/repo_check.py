@@ -245,13 +245,9 @@ def _serving(repository: Repository) -> Iterator[Finding]:
             what = f"{group.count} instances: each has a LoRA cache of its own, and an adapter is in one of them only"
             yield Finding(model.file, model.line_of("count"), "instances", what, "write count: 1")
     router = repository.models.get("lora_router")
-    if router is not None:
-        if [group.count for group in router.config.instance_group] != [1]:
-            what = "lora_router must be one instance: two would be two slot managers for one engine"
-            yield Finding(router.file, router.line_of("count"), "router-instances", what, "write count: 1")
-        if not router.config.model_transaction_policy.decoupled:
-            what = "lora_router is not decoupled: one waiting request would hold up all others"
-            yield Finding(router.file, router.line_of("decoupled"), "router-decoupled", what, "write decoupled: true")
+    if router is not None and [group.count for group in router.config.instance_group] != [1]:
+        what = "lora_router must be one instance: two would be two slot managers for one engine"
+        yield Finding(router.file, router.line_of("count"), "router-instances", what, "write count: 1")
 
 
 CHECKS: tuple[Check, ...] = (_placeholders, _files, _tensors, _weights_type, _engine, _cache, _serving)

@@ -19,6 +19,7 @@ def _wiring(repository: Repository) -> Iterator[Finding]:
             }
             for step in model.config.ensemble_scheduling.step:
                 yield from _step(repository, model, step, types)
+            yield from _origins(repository, model)
             yield from _lora_through(model)
 
 
@@ -53,6 +54,24 @@ def _step(repository: Repository, model: ModelFiles, step: Any, types: dict[str,
             yield Finding(model.file, line, "step-output", what, "correct the output_map")
         else:
             types[target] = (tensor.data_type, f"{name} of {step.model_name}")
+
+
+def _origins(repository: Repository, model: ModelFiles) -> Iterator[Finding]:
+    """What comes from a decoupled step, at any distance, cannot meet anything else in a step."""
+    decoupled_at: dict[str, frozenset[str]] = {}
+    for step in model.config.ensemble_scheduling.step:
+        found = {decoupled_at.get(source, frozenset()) for source in step.input_map.values()}
+        if len(found) > 1:
+            names = " and ".join(sorted({name for origin in found for name in origin}))
+            what = f"{step.model_name} takes inputs of the decoupled {names} and others: Triton refuses the ensemble"
+            line = model.line_of(f'"{step.model_name}"')
+            fix = f"pass them all through {names}, or do without decoupled: true there"
+            yield Finding(model.file, line, "step-decoupled", what, fix)
+        origin = frozenset().union(*found)
+        other = repository.models.get(step.model_name)
+        if other is not None and other.config.model_transaction_policy.decoupled:
+            origin = frozenset({step.model_name})
+        decoupled_at.update(dict.fromkeys(step.output_map.values(), origin))
 
 
 def _lora_through(model: ModelFiles) -> Iterator[Finding]:

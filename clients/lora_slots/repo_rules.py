@@ -55,12 +55,12 @@ RULES: dict[str, str] = {
     "not-decoupled": "(warned of) `tensorrt_llm` not decoupled: no streaming",
     "instances": "several instances of `tensorrt_llm`: each has a LoRA cache of its own, an adapter is in one of them",
     "router-instances": "several instances of `lora_router`: two slot managers for one engine",
-    "router-decoupled": "`lora_router` not decoupled: one waiting request holds up all others",
     # the ensemble
     "step-model": "a step whose model is not there",
     "step-input": "a step that feeds an input its model does not have",
     "step-source": "a step fed by a name that no input and no earlier step gives",
     "step-types": "a step fed by a tensor of another type: Triton refuses the ensemble",
+    "step-decoupled": "a step fed by different decoupled steps, or by one and by something else: Triton refuses it",
     "step-unfed": "a step whose model needs an input that nothing feeds",
     "step-output": "a step that takes an output its model does not have",
     "lora-without-id": "`lora_weights` that reach the engine without `lora_task_id`: the base answers (B#413)",

@@ -3,8 +3,9 @@
 Rules:
 1. A template is a valid config.pbtxt by itself; values are set on the parsed message, never pasted into text, and a
    parameter that is still a `${…}` at the end is left out, so no placeholder can survive.
-2. `lora_router` gets the inputs of `tensorrt_llm` as inputs and as outputs, and the ensemble the maps between the two:
-   one list of names, in the template of `tensorrt_llm`.
+2. The ensemble gets the input maps of `tensorrt_llm` and `lora_router`: whatever either takes and the ensemble or
+   `preprocessing` offers. What `lora_router` gives (`lora_task_id`) reaches `tensorrt_llm` from there alone, and
+   clients' weights reach it not at all.
 3. `lora_weights` has the engine's dtype, and `lora_config` 3 columns or 4, in every model on the path
    (tensorrtllm_backend#671, #750).
 4. Two forms of `tensorrt_llm`: `python`, the reference engine, and `tensorrtllm`, NVIDIA's C++ backend. They differ in
@@ -27,6 +28,7 @@ _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16
 Backend = Literal["python", "tensorrtllm"]
 WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 """Where the NGC image has the C++ backend's worker."""
+_WEIGHTS = ("lora_weights", "lora_config")
 _LOGITS = ("draft_logits", "context_logits", "generation_logits")
 _CACHE_PARAMETERS = (
     "lora_cache_host_memory_bytes",
@@ -183,26 +185,21 @@ def _fill(models: Mapping[str, Any], config: RepositoryConfig) -> None:
 
 
 def _join(models: Mapping[str, Any], *, with_router: bool) -> None:
-    """Give `lora_router` the engine's inputs, and the ensemble the maps of both (rule 2)."""
+    """Give the ensemble the input maps of `lora_router` and `tensorrt_llm` (rule 2)."""
     engine, router, ensemble = models["tensorrt_llm"], models["lora_router"], models["ensemble"]
-    for tensor in engine.input:
-        router.input.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, optional=True)
-        router.output.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     pre_step, router_step, engine_step, _ = ensemble.ensemble_scheduling.step
+    renamed = dict(engine_step.input_map)
     offered = {tensor.name for tensor in ensemble.input} | set(pre_step.output_map.values())
-    for tensor in engine.input:
-        name = tensor.name
-        source = router_step.input_map.get(name, "") or next(
-            (candidate for candidate in (f"to_router.{name}", name) if candidate in offered), ""
-        )
-        if not source:
-            continue  # not an input of the ensemble: draft tokens, retention, multimodal
-        if with_router:
-            router_step.input_map[name] = source
-            router_step.output_map[name] = f"to_engine.{name}"
-            engine_step.input_map[name] = f"to_engine.{name}"
-        else:
-            engine_step.input_map[name] = source
+    routed = dict(router_step.output_map) if with_router else {}
+    kept_back = set(_WEIGHTS) if with_router else set()
+    for model, step in ((router, router_step), (engine, engine_step)):
+        for name in (tensor.name for tensor in model.input):
+            sources = (renamed.get(name, ""), f"encoded.{name}", name)
+            source = next((source for source in sources if source in offered), "")
+            if step is engine_step:
+                source = "" if name in kept_back else routed.get(name, source)
+            if source:  # else no input of the ensemble: draft tokens, retention, multimodal
+                step.input_map[name] = source
     for tensor in ensemble.output:
         if tensor.name != "text_output":
             engine_step.output_map[tensor.name] = tensor.name

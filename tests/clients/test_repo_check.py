@@ -506,11 +506,11 @@ CASES = [
     wrong("instances", count_of("tensorrt_llm", 2), "2 instances", "count: 1"),
     wrong("router-instances", count_of("lora_router", 2), "two slot managers", "count: 1", "lora_router"),
     wrong(
-        "router-decoupled",
-        configure("lora_router", lambda c: c.ClearField("model_transaction_policy")),
-        "not decoupled",
-        "true",
-        "lora_router",
+        "step-decoupled",
+        configure("lora_router", lambda c: setattr(c.model_transaction_policy, "decoupled", True)),
+        "tensorrt_llm takes inputs of the decoupled lora_router and others",
+        "do without decoupled",
+        "ensemble",
     ),
     wrong(
         "step-model",
@@ -528,10 +528,16 @@ CASES = [
     wrong(
         "step-output", take_from("postprocessing", "NOTHING", "more"), "has no output NOTHING", "output_map", "ensemble"
     ),
-    wrong("lora-without-id", unmap("tensorrt_llm", "lora_task_id"), "are ignored", "map lora_task_id", "ensemble"),
+    wrong(
+        "lora-without-id",
+        both(map_to("tensorrt_llm", "lora_weights", "lora_weights"), unmap("tensorrt_llm", "lora_task_id")),
+        "are ignored",
+        "map lora_task_id",
+        "ensemble",
+    ),
     wrong(
         "lora-id-lost",
-        both(*(unmap("tensorrt_llm", f"lora_{name}") for name in ("task_id", "weights", "config"))),
+        unmap("tensorrt_llm", "lora_task_id"),
         "every adapter is answered by the base",
         "map lora_task_id",
         "ensemble",

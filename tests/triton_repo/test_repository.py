@@ -12,6 +12,7 @@ from tritonclient.grpc import model_config_pb2
 from lora_slots.repository import MODELS, RepositoryConfig, RepositoryError, render
 from reference_engine.engine_dir import CONFIG_FILE
 from trtllm_lora import EngineShape
+from trtllm_lora.request_rules import RULED
 
 
 def engine_dir(tmp_path: Path, dtype: str) -> Path:
@@ -45,30 +46,48 @@ def rendered(tmp_path: Path, dtype: str = "float32", **more: Any) -> dict[str, A
 
 
 def test_one_slot_manager_per_engine(tmp_path: Path) -> None:
-    """lora_router has one instance and is decoupled: two would be two managers, and the bound a fiction."""
+    """lora_router has one instance: two would be two managers, and the bound a fiction.
+
+    It is not decoupled, so that tensorrt_llm can take inputs from it and from preprocessing (decision 29).
+    """
     router = rendered(tmp_path)["lora_router"]
     assert [(group.count, group.kind) for group in router.instance_group] == [
         (1, model_config_pb2.ModelInstanceGroup.KIND_CPU)
     ]
-    assert router.model_transaction_policy.decoupled
+    assert not router.model_transaction_policy.decoupled
 
 
-def test_every_engine_input_passes_through_the_router(tmp_path: Path) -> None:
-    """lora_router takes and gives exactly what tensorrt_llm takes, and everything is optional there."""
+def test_the_router_sees_what_it_judges_and_nothing_else(tmp_path: Path) -> None:
+    """Its engine inputs: those with a rule, the LoRA tensors, and three that tell how long and how an answer comes."""
     models = rendered(tmp_path)
-    engine = {(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in models["tensorrt_llm"].input}
-    router = models["lora_router"]
-    taken = {(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in router.input}
-    given = {(tensor.name, tensor.data_type, tuple(tensor.dims)) for tensor in router.output}
-    assert engine <= taken
-    assert engine <= given
-    assert {name for name, *_ in taken - engine} == {"adapter", "op", "op_args"}
-    assert all(tensor.optional for tensor in router.input)
+    engine = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in models["tensorrt_llm"].input}
+    router = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in models["lora_router"].input}
+    lora = {"lora_task_id", "lora_weights", "lora_config"}
+    assert set(router) - {"adapter", "op", "op_args"} == RULED | lora | {
+        "input_lengths",
+        "streaming",
+        "return_perf_metrics",
+    }
+    assert {name: router[name] for name in router if name in engine} == {
+        name: engine[name] for name in router if name in engine
+    }
+    assert all(tensor.optional for tensor in models["lora_router"].input)
+
+
+def test_a_task_id_reaches_the_engine_by_the_router_alone(tmp_path: Path) -> None:
+    """Clients' weights do not reach it at all; every other input of the ensemble does, from where it is made."""
+    models = rendered(tmp_path)
     steps = {step.model_name: step for step in models["ensemble"].ensemble_scheduling.step}
-    assert set(steps["tensorrt_llm"].input_map) == set(steps["lora_router"].output_map)
-    assert {"input_ids", "request_output_len", "lora_task_id", "return_perf_metrics"} <= set(
-        steps["tensorrt_llm"].input_map
-    )
+    to_engine = steps["tensorrt_llm"].input_map
+    assert to_engine["lora_task_id"] == "routed.lora_task_id"
+    assert to_engine["return_perf_metrics"] == "routed.return_perf_metrics"
+    assert (to_engine["input_ids"], to_engine["runtime_top_k"]) == ("encoded.input_ids", "top_k")
+    assert not {"lora_weights", "lora_config"} & set(to_engine)
+    plain = {tensor.name for tensor in models["ensemble"].input}
+    sources = {source for step in steps.values() for source in step.input_map.values()}
+    assert plain <= sources
+    without = rendered(tmp_path, with_router=False)["ensemble"].ensemble_scheduling.step[1].input_map
+    assert set(without) - set(to_engine) == {"lora_weights", "lora_config"}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class TritonPythonModel:
         self.service = open_service({key: value["string_value"] for key, value in parameters.items()}, self.metrics)
 
     def execute(self, requests):
-        """Hand each request to the router; answers come from its threads."""
+        """Hand each request to the router; its sender answers it, once, from any thread."""
         for request in requests:
             incoming = TritonRequest(request)
             if incoming.op is None:
@@ -62,10 +62,8 @@ class TritonRequest:
 
     def prompt_len(self):
         """Tokens of the prompt; 0 without one."""
-        lengths, ids = self.tensors.get("input_lengths"), self.tensors.get("input_ids")
-        if ids is None:
-            return 0
-        return ids.as_numpy().size if lengths is None else int(lengths.as_numpy().reshape(-1)[0])
+        lengths = self.tensors.get("input_lengths")
+        return 0 if lengths is None else int(lengths.as_numpy().reshape(-1)[0])
 
     def streams(self):
         """Whether the answer comes in pieces."""
@@ -78,15 +76,18 @@ class TritonRequest:
         return None if tensor is None else tensor.as_numpy().reshape(-1)[0].decode("utf-8", "replace")
 
     def forward(self, task_id):
-        """Give every engine input on, plus the task id; absent ones stay absent.
+        """Let the request go on to the engine, with a task id or without.
 
         The performance counters tell postprocessing which stream a piece belongs to, and which one is the last.
         """
+        given = []
         if task_id is not None:
-            self.tensors["lora_task_id"] = pb_utils.Tensor("lora_task_id", np.full((1, 1), task_id, np.uint64))
+            given.append(pb_utils.Tensor("lora_task_id", np.full((1, 1), task_id, np.uint64)))
         if task_id is not None or self.streams():
-            self.tensors["return_perf_metrics"] = pb_utils.Tensor("return_perf_metrics", TRUE)
-        self.sender.send(pb_utils.InferenceResponse(list(self.tensors.values())), flags=FINAL)
+            given.append(pb_utils.Tensor("return_perf_metrics", TRUE))
+        elif "return_perf_metrics" in self.tensors:
+            given.append(self.tensors["return_perf_metrics"])
+        self.sender.send(pb_utils.InferenceResponse(given), flags=FINAL)
 
     def reply(self, result):
         """Answer an operation."""

@@ -43,9 +43,9 @@ class TritonPythonModel:
             call = pb_utils.InferenceRequest(
                 model_name="lora_router", requested_output_names=["op_result"], inputs=inputs
             )
-            for response in call.exec(decoupled=True):
-                if response.has_error():
-                    pb_utils.Logger.log_warn(f"lease end of {item[0]}: {response.error().message()}")
+            response = call.exec()
+            if response.has_error():
+                pb_utils.Logger.log_warn(f"lease end of {item[0]}: {response.error().message()}")
 
     def finalize(self):
         """Let the reporter end."""
