@@ -50,6 +50,7 @@ def status(url: Url = None, as_json: Json = False) -> None:
     console.print(
         f"slots {answer['slots_used']}/{answer['num_slots']}, "
         f"free cache pages {answer['cache_pages_free']}/{answer['cache_pages']}"
+        + (f" and {retired} of adapters without a slot" if (retired := answer["cache_pages_retired"]) else "")
         + (f", on disk and never asked for: {', '.join(unused)}" if unused else ""),
         highlight=False,
     )
@@ -73,7 +74,7 @@ def explain(name: Annotated[str, typer.Argument(help="Adapter name.")], url: Url
         return
     story = answer.pop("story")
     for key, value in answer.items():
-        typer.echo(f"{key:<14} {value if value is not None else '-'}")
+        typer.echo(f"{key:<14} {_words(value)}")
     for line in story:
         typer.echo(f"{line['ago_s']:>10.1f} s ago  {line['what']}")
 
@@ -164,6 +165,16 @@ def _operate(url: str | None, op: str, **arguments: Any) -> dict[str, Any]:
 
     with Client(url or address.find()) as client:
         return client.operate(op, **arguments)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {each}" for key, each in value.items()) or "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)
 
 
 def _holders(a: dict[str, Any]) -> str:

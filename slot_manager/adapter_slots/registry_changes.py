@@ -186,7 +186,7 @@ def _refs(name: str, numbers: Sequence[int]) -> set[tuple[str, int]]:
 
 
 def _near(name: str, names: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name[:128], list(names)[:2000], n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name[:128], list(names)[:2000], n=3)
     return f"; near names: {', '.join(near)}" if near else ""
 
 

@@ -189,7 +189,7 @@ class Content:
         if parts and parts[0] in self.versions:
             there = ", ".join(map(str, sorted(self.versions[parts[0]])[-8:]))
             return f"adapter {parts[0]!r} has no version {parts[1]}; there are {there}"
-        near = difflib.get_close_matches(name[:128], self._neighbours(name), n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name[:128], self._neighbours(name), n=3)
         few = ", ".join(self.names) if len(self.names) <= 8 else f"{len(self.names)} are known"
         hint = f"near names: {', '.join(near)}" if near else f"there are: {few or 'none'}"
         return f"no adapter {name[:80]!r}; {hint}"

@@ -99,7 +99,8 @@ class FileHome:
                 stamp = _stamp(os.fstat(source.fileno()))
                 return None if stamp == known else Reading(source.read().decode("utf-8"), stamp)
         except FileNotFoundError as error:
-            raise RegistryAbsent(f"{self.name}: {error.strerror}") from None
+            what = f"{self.name}: {error.strerror}; the first `lora-slots adapters add` makes it"
+            raise RegistryAbsent(what) from None
         except OSError as error:
             raise RegistryError(f"{self.name}: {error.strerror}") from None
         except UnicodeDecodeError:

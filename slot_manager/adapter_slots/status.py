@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from adapter_slots.events import Tier
@@ -19,12 +21,19 @@ def status_of(machine: SlotMachine, registry: Registry, now: float) -> dict[str,
         "slots_used": sum(a.tier is Tier.SLOT or a.moving is Tier.SLOT for a in adapters),
         "cache_pages": machine.config.cache_pages,
         "cache_pages_free": machine.mirror.free_pages,
+        "cache_pages_retired": sum(_retired_pages(machine)),
         "draining": machine.draining,
         "pools": pools_of(machine),
         "known": sorted(registry.entries),
         "registry_problem": registry.problem,
         "adapters": [_adapter(a, now) for a in adapters],
     }
+
+
+def _retired_pages(machine: SlotMachine) -> Iterator[int]:
+    """Pages of what left its slot: the engine keeps them until it needs the room, and gives them up first."""
+    live = {a.task_id for a in machine.adapters.values() if a.tier is Tier.SLOT}
+    return (machine.mirror.pages_of(task) for task in machine.mirror.resident() if task not in live)
 
 
 def pools_of(machine: SlotMachine) -> dict[str, dict[str, int | None]]:
@@ -47,9 +56,16 @@ def explain(machine: SlotMachine, entry: Entry, verdict: str, now: float) -> dic
         "digest": entry.digest,
         "source": entry.path,
         "verdict": verdict,
-        "next_victims": [machine.adapter_of_task(task) for task in machine.mirror.eviction_order()[:3]],
+        "next_victims": _next_victims(machine),
         **(_adapter(adapter, now) if adapter else {"tier": None, "story": []}),
     }
+
+
+def _next_victims(machine: SlotMachine) -> list[str]:
+    """Whom the engine drops next; pinned and leased adapters are touched before their turn comes."""
+    kept = {a.task_id for a in machine.adapters.values() if a.pinned or a.leases}
+    order = (task for task in machine.mirror.eviction_order() if task not in kept)
+    return [machine.adapter_of_task(task) for task in islice(order, 3)]
 
 
 def _adapter(a: Adapter, now: float) -> dict[str, Any]:

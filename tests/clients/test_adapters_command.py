@@ -229,7 +229,8 @@ def test_the_program_ends_with_one_line_and_1(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("lora-slots")), "adapters", "list"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "lora-slots: adapters.yaml: No such file or directory\n"
+    hint = "the first `lora-slots adapters add` makes it"
+    assert done.stderr == f"lora-slots: adapters.yaml: No such file or directory; {hint}\n"
 
 
 # --- signatures and verification

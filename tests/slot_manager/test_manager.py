@@ -139,6 +139,22 @@ def test_the_bound_holds_and_a_waiting_lease_gets_the_slot_that_falls_free(desk:
     assert desk.tiers() == {"ant": "HOST", "bee": "SLOT", "cat": "SLOT"}
 
 
+def test_status_tells_the_pages_that_evicted_adapters_still_hold(desk: Desk) -> None:
+    """The engine keeps them until it needs the room; and whom it drops next are never the pinned and the leased."""
+    for name in ("ant", "bee"):
+        desk.grant(name, name)
+        desk.manager.release(name)
+    desk.manager.pin("bee")
+    assert desk.manager.explain("ant")["next_victims"] == ["ant"]
+    free = desk.manager.status()["cache_pages_free"]
+    desk.manager.evict("ant")
+    pages = next(a["pages"] for a in desk.manager.status()["adapters"] if a["name"] == "ant")
+    told = desk.manager.status()
+    assert (told["cache_pages_free"], told["cache_pages_retired"]) == (free, pages)
+    desk.grant("cat", "c")
+    assert desk.manager.explain("cat")["next_victims"] == ["ant"]
+
+
 def test_a_lease_that_waits_too_long_is_refused(desk: Desk) -> None:
     """NoRoom, retryable, with the time it waited."""
     desk.grant("ant", "a")
