@@ -43,6 +43,8 @@ class Catalog:
         """What the machine was told, by digest."""
         self._stale: set[str] = set()
         """Those of them that have to be looked at again before their next use."""
+        self._passed: dict[str, set[tuple[object, ...]]] = {}
+        """What of the entries with a digest was looked at: two names of one content may claim different things."""
         self._labels: dict[str, str] = {}
         self._refused: OrderedDict[tuple[str, str], tuple[float, SlotError]] = OrderedDict()
         self._task_ids: dict[str, int] = {}
@@ -56,7 +58,7 @@ class Catalog:
         except UnknownAdapter as error:
             self._remember("name", name, error)
             raise
-        self._raise_remembered("digest", entry.digest)
+        self._raise_remembered("entry", _claims(entry), entry)
         return entry
 
     def label(self, entry: Entry) -> str:
@@ -83,24 +85,32 @@ class Catalog:
 
     def first_use(self, entry: Entry) -> tuple[bool, Facts | None]:
         """Whether the machine must be told of this entry, and with which facts. Raises AdapterRejected."""
-        if entry.digest in self._told and entry.digest not in self._stale:
+        if entry.digest not in self._stale and _source(entry) in self._passed.get(entry.digest, ()):
             return False, None
         try:
             facts = self._know(entry)
         except SlotError as error:
-            self._remember("digest", entry.digest, error)
+            self._remember("entry", _claims(entry), error)
             raise
         return True, facts
 
     def told(self, entry: Entry) -> None:
         """The machine knows this entry now."""
+        if entry.digest in self._stale:
+            self._stale.discard(entry.digest)
+            self._passed.pop(entry.digest, None)
+        self._passed.setdefault(entry.digest, set()).add(_source(entry))
+        self.relabelled(entry)
+
+    def relabelled(self, entry: Entry) -> None:
+        """The machine calls it by this entry's name now; nobody has looked at it."""
         self._told[entry.digest] = entry
         self._labels[entry.digest] = self.label(entry)
-        self._stale.discard(entry.digest)
 
     def forget(self, digest: str) -> None:
         """The machine was told to let it go."""
         self._told.pop(digest, None)
+        self._passed.pop(digest, None)
         self._labels.pop(digest, None)
         self._stale.discard(digest)
 
@@ -114,11 +124,11 @@ class Catalog:
         self._names = {}
         content = self._registry.content
         serving = content.serving
-        named = {entry.digest for entry in content.all_entries()}
+        named = {entry.digest: entry for entry in content.all_entries()}
         self._task_ids = {digest: task for digest, task in self._task_ids.items() if digest in named}
         relabelled = []
         for digest, before in self._told.items():
-            now = serving.get(digest)
+            now = serving.get(digest) or named.get(digest)
             if now is None:
                 continue
             if self._terms != self._registry.terms or _source(now) != _source(before):
@@ -130,18 +140,23 @@ class Catalog:
         superseded = [digest for digest in self._told if digest in named and digest not in serving]
         return Renewal(gone, superseded, relabelled)
 
-    def _raise_remembered(self, kind: str, text: str) -> None:
+    def _raise_remembered(self, kind: str, text: str, asked: Entry | None = None) -> None:
         remembered = self._refused.get((kind, text))
         if remembered is not None:
             until, error = remembered
             if self._clock() < until:
-                raise error
+                raise error if asked is None else error.about(asked.name, asked.version)
             self._refused.pop((kind, text), None)
 
     def _remember(self, kind: str, text: str, error: SlotError) -> None:
         self._refused[kind, text] = (self._clock() + self._forget_s, error)
         while len(self._refused) > REMEMBERED:
             self._refused.popitem(last=False)
+
+
+def _claims(entry: Entry) -> str:
+    """A content and what an entry says of it: another name of it may say something else, and be served."""
+    return "\0".join(map(str, (entry.digest, *_source(entry))))
 
 
 def _source(entry: Entry) -> tuple[object, ...]:

@@ -42,8 +42,11 @@ EventRefused             a programmer's mistake   the machine was told something
 
 from __future__ import annotations
 
+import copy
 import re
+from typing import Self
 
+_ADAPTER = re.compile(r"^adapter '[^']*': ")
 _FOLDERS = re.compile(r"(?<![\w/.:])/(?:[^\s/:;,'\"]+/)+")
 """The folders of an absolute path; no part of a URL."""
 
@@ -68,6 +71,16 @@ class SlotError(Exception):
         self.retry_after_s = retry_after_s
         self.story = story
         """The last lines of the adapter's story, for logs and for `slots explain`."""
+
+    def about(self, name: str, version: int) -> Self:
+        """The same error for who asked for the content by another name: it must not tell the one it was found by."""
+        told = copy.copy(self)
+        said = _ADAPTER.match(str(self))
+        if said is not None:
+            asked = f"{name}@{version}" if "@" in said[0] else name
+            told.args = (f"adapter {asked!r}: {str(self)[said.end() :]}",)
+        told.adapter = name
+        return told
 
     @property
     def wire_text(self) -> str:

@@ -136,7 +136,7 @@ class SlotMachine(Timer):
         if self.draining:
             return Refuse(*refuse, Reason.DRAINING, DRAINING_TEXT)
         if adapter.removed:
-            return Refuse(*refuse, Reason.REMOVED, f"{adapter.name} was removed")
+            return Refuse(*refuse, Reason.REMOVED, "it was removed")
         if self._too_large(adapter):
             return Refuse(*refuse, Reason.TOO_LARGE, self._too_large(adapter))
         if adapter.tier is Tier.SLOT and not adapter.draining:

@@ -76,6 +76,14 @@ class Owner:
     """The lease outlived its deadline, after it was granted."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A lease's owner, and the entry that was asked for."""
+
+    owner: Owner
+    entry: Entry
+
+
 class SlotManager:
     """Runs one slot machine against the real tiers. `start` before use, `close` at the end."""
 
@@ -104,7 +112,7 @@ class SlotManager:
         self._clock = clock
         self._metrics = Metrics()
         self._lock = threading.Lock()
-        self._owners: dict[str, Owner] = {}
+        self._owners: dict[str, _Asked] = {}
         self._loop = LoopThread("adapter-slots", clock, self._on_timer)
         self._closing = False
 
@@ -123,9 +131,9 @@ class SlotManager:
             if self._closing:
                 return
             self._closing = True
-            waiting = [owner for lease, owner in self._owners.items() if not self._machine.leases[lease].granted]
-        for owner in waiting:
-            owner.refused(Draining("the slot manager is stopping"))
+            waiting = [asked for lease, asked in self._owners.items() if not self._machine.leases[lease].granted]
+        for asked in waiting:
+            asked.owner.refused(Draining("the slot manager is stopping"))
         self._loop.stop(self._mover.close())
 
     # --- leases
@@ -149,9 +157,11 @@ class SlotManager:
         Raises:
             SlotError: unknown adapter, a bundle that does not fit, a lease id that is running, a closing manager.
         """
-        digest = self._known(name if isinstance(name, Entry) else self._catalog.resolve(name))
+        entry = name if isinstance(name, Entry) else self._catalog.resolve(name)
+        digest = self._known(entry)
         now = self._clock()
-        self._post(Acquired(digest, lease, now + wait_s, hold_s, waits), owner=(lease, owner))
+        asked = _Asked(owner, entry)
+        self._post(Acquired(digest, lease, now + wait_s, hold_s, waits), asked=(lease, asked))
 
     def release(self, lease: str) -> bool:
         """A lease ended, or is given up. False if it was not running (it may have been reaped)."""
@@ -223,8 +233,8 @@ class SlotManager:
 
     # --- events
 
-    def _post(self, event: Event, owner: tuple[str, Owner] | None = None) -> None:
-        told: list[tuple[Owner, Grant | Refuse | Reap]] = []
+    def _post(self, event: Event, asked: tuple[str, _Asked] | None = None) -> None:
+        told: list[tuple[_Asked, Grant | Refuse | Reap]] = []
         with self._lock:
             if self._closing:
                 raise Draining("the slot manager is stopping")
@@ -232,8 +242,8 @@ class SlotManager:
                 effects = self._machine.handle(event, self._clock())
             except EventRefused as refusal:
                 raise refused_event(event, refusal) from None
-            if owner is not None:
-                self._owners[owner[0]] = owner[1]
+            if asked is not None:
+                self._owners[asked[0]] = asked[1]
             elif isinstance(event, Released):
                 self._owners.pop(event.lease, None)
             self._metrics.observe(event, effects, self._machine)
@@ -242,14 +252,16 @@ class SlotManager:
             self._loop.rearm(self._machine.next_deadline())
         for someone, effect in told:
             if isinstance(effect, Grant):
-                someone.granted(effect)
+                someone.owner.granted(effect)
             elif isinstance(effect, Reap):
-                someone.reaped()
+                someone.owner.reaped()
             else:
                 why = self._mover.refusal(effect.adapter) if effect.reason is Reason.FAILED else None
-                someone.refused(why or refused_lease(effect, self._machine.adapters.get(effect.adapter)))
+                adapter = self._machine.adapters.get(effect.adapter)
+                name, version = someone.entry.name, someone.entry.version
+                someone.owner.refused(why.about(name, version) if why else refused_lease(effect, adapter, name))
 
-    def _carry_out(self, effect: Effect, told: list[tuple[Owner, Grant | Refuse | Reap]]) -> None:
+    def _carry_out(self, effect: Effect, told: list[tuple[_Asked, Grant | Refuse | Reap]]) -> None:
         match effect:
             case Grant(lease=lease):
                 told.append((self._owners[lease], effect))

@@ -41,9 +41,11 @@ def refused_event(event: Event, refusal: EventRefused) -> SlotError:
             return BadRequest(str(refusal))
 
 
-def refused_lease(effect: Refuse, adapter: Adapter | None) -> SlotError:
-    """The error for a lease that was not granted, with the end of the adapter's story."""
-    name = adapter.name if adapter else effect.adapter[:12]
+def refused_lease(effect: Refuse, adapter: Adapter | None, name: str) -> SlotError:
+    """The error for a lease that was not granted, with the end of the adapter's story.
+
+    `name` is what was asked for: the machine knows one name of a content, and another one may be another tenant's.
+    """
     story = tuple(text for _, text in list(adapter.story)[-STORY_LINES:]) if adapter else ()
     kind = _ERRORS.get(effect.reason, AdapterFailed)
     return kind(f"adapter {name!r}: {effect.why}", adapter=name, retry_after_s=effect.retry_after_s, story=story)

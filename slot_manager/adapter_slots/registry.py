@@ -74,6 +74,8 @@ class Registry:
         self._broken: str | None = None
         """Why the text with that stamp is not in use."""
         self._good = _Good(Content(), Terms())
+        self._digests: dict[tuple[str, int], str] = {}
+        """Of every version that was ever read here, also of those that went away meanwhile."""
         self._reading = threading.Lock()
         self.refresh()
         if self.problem:
@@ -127,6 +129,7 @@ class Registry:
                 self.problem = self._broken = str(error)
                 return False
             self._good, self.problem, self._broken = good, None, None
+            self._digests.update({(e.name, e.version): e.digest for e in good.content.all_entries()})
             return True
 
     def resolve(self, name: str, key: str | None = None, draw: float | None = None) -> Entry:
@@ -153,7 +156,7 @@ class Registry:
         if problems or document.has_duplicates:
             raise RegistryError(f"{self.home.name}: {document.tell(problems)}")
         content = content_of(document.data, self.home.located)
-        problems = [*_changed_in_place(self._good.content, content), *self._another_base(content)]
+        problems = [*_changed_in_place(self._digests, content), *self._another_base(content)]
         if problems:
             raise RegistryError(f"{self.home.name}: {document.tell(problems)}")
         return _Good(content, Terms(self._base_model or content.base_model, content.require_signatures, keys))
@@ -183,19 +186,14 @@ def _keys(texts: tuple[str, ...], folder: Path | None) -> tuple[dict[str, Public
     return keys, problems
 
 
-def _changed_in_place(old: Content, new: Content) -> list[Problem]:
-    """Versions that have another digest than a moment ago: a name with a version means one content for ever."""
-    problems = []
-    for name, versions in new.versions.items():
-        before = old.versions.get(name)
-        for number, entry in versions.items() if before else ():
-            known = before.get(number) if before else None
-            if known is not None and known.digest != entry.digest:
-                problems.append(
-                    Problem(
-                        ("adapters", name),
-                        f"version {number} had digest {known.digest[:12]} and has {entry.digest[:12]} now: "
-                        "a version is never changed in place; add a new one",
-                    )
-                )
-    return problems
+def _changed_in_place(known: Mapping[tuple[str, int], str], content: Content) -> list[Problem]:
+    """Versions that have another digest than before: a name with a version means one content for ever."""
+    return [
+        Problem(
+            ("adapters", entry.name),
+            f"version {entry.version} had digest {before[:12]} and has {entry.digest[:12]} now: "
+            "a version is never changed in place; add a new one",
+        )
+        for entry in content.all_entries()
+        if (before := known.get((entry.name, entry.version), entry.digest)) != entry.digest
+    ]

@@ -26,7 +26,7 @@ BASE_NAME = "base"
 NAME_RULE = "a letter or digit, then up to 127 letters, digits or any of . _ : @ / -, no '..', and not 'base'"
 COLD_POLICIES = ("wait", "fail", "base")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}")
-_VERSIONED = re.compile(r"(.+)@(\d{1,18})")
+_VERSIONED = re.compile(r"(.+)@(0|[1-9][0-9]{0,17})")
 _COMPARED = 200
 """Names compared with an unknown one: a comparison takes some 0.1 ms, and other requests wait meanwhile."""
 

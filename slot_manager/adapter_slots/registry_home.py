@@ -89,8 +89,16 @@ class FileHome:
         self.file = file
         self.name = str(file)
         self.folder: Path | None = file.parent
-        self.history = file.with_name(f"{file.stem}.history.jsonl")
-        self._prefix = f".{file.name}-"
+
+    @property
+    def history(self) -> Path:
+        """Beside the file itself, wherever a link to it may lie: it is the lock of all its writers."""
+        file = self._real
+        return file.with_name(f"{file.stem}.history.jsonl")
+
+    @property
+    def _real(self) -> Path:
+        return Path(os.path.realpath(self.file))
 
     def read(self, known: Stamp | None = None) -> Reading | None:
         """As `Home.read`."""
@@ -114,8 +122,9 @@ class FileHome:
         except OSError as error:
             raise RegistryError(f"{self.history}: cannot be locked: {error.strerror}") from None
         try:
-            for left in self.file.parent.iterdir():
-                if left.name.startswith(self._prefix):  # by a writer that was killed: nobody else writes now
+            file = self._real
+            for left in file.parent.iterdir():
+                if left.name.startswith(_prefix(file)):  # by a writer that was killed: nobody else writes now
                     left.unlink(missing_ok=True)
             yield
         finally:
@@ -123,7 +132,7 @@ class FileHome:
 
     def write(self, text: str, known: Stamp | None) -> str | None:
         """As `Home.write`; the file keeps its mode, a link stays a link."""
-        file = Path(os.path.realpath(self.file))
+        file = self._real
         temporary: Path | None = None
         try:
             mode, found = 0o644, None
@@ -132,7 +141,7 @@ class FileHome:
                 mode, found = stat.st_mode & 0o777, _stamp(stat)
             if found != known:  # an editor does not ask for the lock
                 raise RegistryMoved(f"{self.name}: it was changed meanwhile")
-            with tempfile.NamedTemporaryFile("wb", dir=file.parent, prefix=self._prefix, delete=False) as out:
+            with tempfile.NamedTemporaryFile("wb", dir=file.parent, prefix=_prefix(file), delete=False) as out:
                 temporary = Path(out.name)
                 out.write(text.encode())
                 out.flush()
@@ -176,12 +185,13 @@ class FileHome:
         return path if "://" in path else str(self.file.parent / path)
 
     def _lock(self) -> int:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+        history = self.history
+        history.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            descriptor = os.open(self.history, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(history, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-                if os.path.samestat(os.fstat(descriptor), self.history.stat()):
+                if os.path.samestat(os.fstat(descriptor), history.stat()):
                     return descriptor
             except FileNotFoundError:
                 pass  # somebody moved the history away while we waited: the lock is on the new one
@@ -191,6 +201,10 @@ class FileHome:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
+
+
+def _prefix(file: Path) -> str:
+    return f".{file.name}-"
 
 
 def _stamp(stat: os.stat_result) -> Stamp:

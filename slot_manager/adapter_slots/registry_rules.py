@@ -67,8 +67,10 @@ def problems_of(document: Any) -> Iterator[Problem]:
     for name, adapter in adapters.items():
         if not is_name(name):
             yield Problem(("adapters", str(name)), f"{str(name)[:60]!r} is no adapter name: {NAME_RULE}")
+        elif taken := _reads_as_another(name, adapters, document.get("base_model")):
+            yield Problem(("adapters", name), taken)
         yield from _adapter_problems(("adapters", str(name)), adapter, pools)
-    yield from _alias_problems(document.get("aliases", {}), adapters)
+    yield from _alias_problems(document.get("aliases", {}), adapters, document.get("base_model"))
 
 
 def content_of(document: Mapping[str, Any], located: Callable[[str], str]) -> Content:
@@ -156,7 +158,17 @@ def _adapter_problems(where: Where, adapter: Any, pools: Mapping[str, Any]) -> I
         yield Problem((*where, "current"), f"there is no version {current}; there are {there}")
 
 
-def _alias_problems(aliases: Any, adapters: Mapping[Any, Any]) -> Iterator[Problem]:
+def _reads_as_another(name: str, adapters: Mapping[Any, Any], base_model: Any) -> str:
+    """Why a request for this name could be one for something else; "" if it could not."""
+    if (parts := split_version(name)) and parts[0] in adapters:
+        return f"{name!r} reads as version {parts[1]} of the adapter {parts[0]!r}: take one of the two away"
+    base = base_model.partition("@")[0] if isinstance(base_model, str) else ""
+    if base and name.partition(":")[0] in (base, base.rpartition("/")[2]):
+        return f"{name!r} reads as the base model {base!r}, or as an adapter of it by 'base:adapter'"
+    return ""
+
+
+def _alias_problems(aliases: Any, adapters: Mapping[Any, Any], base_model: Any) -> Iterator[Problem]:
     if not isinstance(aliases, dict):
         yield Problem(("aliases",), "must be a mapping of names")
         return
@@ -166,8 +178,8 @@ def _alias_problems(aliases: Any, adapters: Mapping[Any, Any]) -> Iterator[Probl
             yield Problem(where, f"{str(name)[:60]!r} is no alias name: {NAME_RULE}")
         elif name in adapters:
             yield Problem(where, f"{name!r} is an adapter too: the two share one name space")
-        elif (parts := split_version(name)) and parts[0] in adapters:
-            yield Problem(where, f"{name!r} reads as version {parts[1]} of the adapter {parts[0]!r}")
+        elif taken := _reads_as_another(name, adapters, base_model):
+            yield Problem(where, taken)
         targets = alias.get("targets") if isinstance(alias, dict) else None
         if not isinstance(targets, dict) or not targets or set(alias) != {"targets"}:
             yield Problem(where, "'targets' expected and nothing else: adapter or adapter@version -> percent")

@@ -76,7 +76,7 @@ class RegistryWatch:
         renewal = self._catalog.changed()
         for entry in renewal.relabelled:
             self._quietly(Added(entry.digest, self._catalog.label(entry), None, entry.pool))
-            self._catalog.told(entry)
+            self._catalog.relabelled(entry)
         for digest in renewal.gone:
             self._superseded.discard(digest)
             self._remove(digest)

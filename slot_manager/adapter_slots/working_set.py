@@ -115,8 +115,8 @@ class WorkingSet:
         """Take a bundle's facts; returns why they cannot be true, or ""."""
         other = self._by_task.get(facts.task_id, adapter)
         if other is not adapter:
-            return (
-                f"{adapter.name} and {other.name} ({other.digest[:12]}) are one adapter to the engine, task id "
+            return (  # no name: the other may be another tenant's
+                f"it and the adapter of digest {other.digest[:12]} are one adapter to the engine, task id "
                 f"{facts.task_id}, under two digests: publish it once, and make the other name an alias"
             )
         adapter.task_id, adapter.pages, adapter.num_bytes = facts.task_id, facts.pages, facts.num_bytes

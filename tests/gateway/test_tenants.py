@@ -33,7 +33,7 @@ def test_a_key_opens_its_tenant_and_is_nowhere_in_the_file(tmp_path: Path) -> No
     assert caller.tenant is not None
     assert (caller.tenant.name, caller.tenant.adapters, caller.tenant.limits.concurrent) == ("acme", ("pirate",), 2)
     assert key not in file.read_text()
-    assert key.rpartition("-")[2] not in file.read_text()
+    assert key.split("-", 2)[2] not in file.read_text()
     assert file.stat().st_mode & 0o077 == 0
     last = "A" if key[-1] != "A" else "B"
     for wrong in (key[:-1] + last, key[:3] + "00000000" + key[11:], "", "ls-", key + "x", f"{key}\n"):
@@ -92,6 +92,7 @@ def test_mistakes_are_refused_with_words(tmp_path: Path) -> None:
     [
         ("schema: 2", "schema"),
         ("{", "not YAML"),
+        ("schema: 1\ntenants:\n  a: {limits: {concurrent: 1}}\n  a: {}", "line 4: 'a' is there twice"),
         ("schema: 1\ntenants: {a: {adapter: []}}", "adapter"),
         ("schema: 1\ntenants: {a: {limits: {concurrent: many}}}", "concurrent"),
         ("schema: 1\ntenants: {a: {keys: [{id: abcdefgh, sha256: short}]}}", "sha256"),
@@ -133,8 +134,10 @@ def content(*entries: Entry, **aliases: dict[str, float]) -> Content:
 REGISTRY = content(
     entry("pirate"), entry("pirate", version=2), entry("acme-mail"), entry("acme-chat"), entry("bolt-mail"),
     entry("vault", frozenset({"bolt"})), prod={"pirate@1": 40.0, "pirate@2": 60.0}, door={"vault": 100.0},
+    mix={"pirate": 50.0, "vault": 50.0},
 )  # fmt: skip
 ACME = Tenant("acme", ("acme-*", "pirate", "vault", "door"))
+HALF = Tenant("half", ("mix", "pirate"))
 BOLT = Tenant("bolt", ("bolt-mail", "door"), base=False)
 
 
@@ -158,6 +161,21 @@ def test_a_tenant_reaches_what_both_lists_allow() -> None:
     assert found("llama", BOLT) is None
     assert found("vault", None) is None, "nobody is known to be a tenant"
     assert found("prod", None) == "pirate@1"
+
+
+def test_an_alias_is_there_whole_or_not_at_all() -> None:
+    """Else some sessions would be answered, and others told that there is no such model."""
+    assert {resolve(REGISTRY, "llama", "mix", HALF, key=str(i), draw=0.5) for i in range(50)} == {None}
+    assert "mix" not in allowed(REGISTRY, "llama", HALF)
+
+
+def test_a_name_that_reads_as_the_base_is_the_base_alone() -> None:
+    """An adapter `llama` or `llama:pirate` is neither listed nor asked: the base and `base:adapter` are meant."""
+    both = content(entry("pirate"), entry("llama"), entry("llama:pirate", frozenset({"bolt"})))
+    targets = {name: resolve(both, "llama", name, None, key=None, draw=0.0) for name in ("llama", "llama:pirate")}
+    assert [target and target.entry and target.entry.ref for target in targets.values()] == [None, "pirate@1"]
+    assert targets["llama"] is not None
+    assert allowed(both, "llama", None) == ["llama", "pirate"]
 
 
 @given(model=st.text(max_size=20) | st.sampled_from(["bolt-mail", "bolt-mail@1", "vault", "door", "prod", "bolt-mai"]))

@@ -85,13 +85,13 @@ def test_a_file_of_the_first_form_is_what_it_was(tmp_path: Path) -> None:
     """`schema: 1` as it was written before: the last version is current; merge keys and names with @ still count."""
     file = tmp_path / FILE_NAME
     file.write_text(
-        "schema: 1\npools: {g: {}}\nadapters:\n  ant@2: &a\n    pool: g\n    versions:\n"
+        "schema: 1\npools: {g: {}}\nadapters:\n  bee@2: &a\n    pool: g\n    versions:\n"
         "    - {version: 1, digest: d1, path: p}\n    - {version: 5, digest: d5, path: p}\n"
         "  ant: {<<: *a, pool: null}\n"
     )
     registry = Registry(file)
-    assert {name: (e.version, e.pool) for name, e in registry.entries.items()} == {"ant@2": (5, "g"), "ant": (5, None)}
-    assert registry.resolve("ant@2").name == "ant@2", "a name as it stands goes before a version"
+    assert {name: (e.version, e.pool) for name, e in registry.entries.items()} == {"bee@2": (5, "g"), "ant": (5, None)}
+    assert registry.resolve("bee@2").ref == "bee@2@5"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +196,40 @@ def test_a_version_is_never_changed_in_place(tmp_path: Path) -> None:
     file.write_text(GOOD.replace("version: 1, digest: d", "version: 2, digest: e"))
     assert registry.refresh()
     assert registry.entries["ant"].digest == "e"
+    file.write_text(GOOD.replace("digest: d", "digest: f"))
+    assert not registry.refresh(), "version 1 was away, and comes back as something else"
+    assert "version 1 had digest d and has f now" in (registry.problem or "")
+
+
+@pytest.mark.parametrize("number", ["01", "+1", "1_0", "１"])
+def test_a_version_is_named_in_one_way_only(full: Path, number: str) -> None:
+    """`ant@1` is a version; what merely means the same number is a name nobody gave."""
+    with pytest.raises(UnknownAdapter):
+        Registry(full).resolve(f"ant@{number}")
+
+
+NAMED = (
+    "schema: 1\n{base}adapters:\n  {first}: &a\n    versions: [{{version: 2, digest: d, path: x}}]\n  {second}: *a\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "base", "words"),
+    [
+        ("ant", "ant@2", "", "'ant@2' reads as version 2 of the adapter 'ant'"),
+        ("ant@2", "ant", "", "'ant@2' reads as version 2 of the adapter 'ant'"),
+        ("ant", "ant@7", "", "'ant@7' reads as version 7 of the adapter 'ant'"),
+        ("ant", "llama", "base_model: org/llama@r1\n", "'llama' reads as the base model 'org/llama'"),
+        ("ant", "llama:bee", "base_model: org/llama\n", "'llama:bee' reads as the base model"),
+        ("ant", "org/llama", "base_model: org/llama\n", "'org/llama' reads as the base model"),
+    ],
+)
+def test_no_name_reads_as_another(tmp_path: Path, first: str, second: str, base: str, words: str) -> None:
+    """Else one of the two would silently be answered by the other, perhaps by another tenant's."""
+    file = tmp_path / FILE_NAME
+    file.write_text(NAMED.format(first=first, second=second, base=base))
+    with pytest.raises(RegistryError, match=re.escape(words)):
+        Registry(file)
 
 
 def test_a_registry_for_another_base_is_refused(tmp_path: Path) -> None:
@@ -284,7 +318,7 @@ VALUES: tuple[Any, ...] = (
 )
 BEYOND = (
     "there twice", "there is no version", "there is no adapter", "has no version", "sum to", "there is no pool",
-    "name 'trusted_keys'", "is an adapter too", "reads as version",
+    "name 'trusted_keys'", "is an adapter too", "reads as version", "reads as the base model",
 )  # fmt: skip
 """What a schema cannot say."""
 

@@ -16,7 +16,15 @@ from fakes.bundles import SHAPE, small_bundle
 from fakes.engine import MemoryEngine
 
 from adapter_slots.disk import DiskTier
-from adapter_slots.errors import AdapterCold, BadRequest, NotAdmitted, RegistryError, SlotError, UnknownAdapter
+from adapter_slots.errors import (
+    AdapterCold,
+    BadRequest,
+    Draining,
+    NotAdmitted,
+    RegistryError,
+    SlotError,
+    UnknownAdapter,
+)
 from adapter_slots.machine import SlotMachine
 from adapter_slots.manager import SlotManager
 from adapter_slots.mover import Limits, Mover
@@ -393,6 +401,54 @@ def test_a_signature_in_the_registry_counts_as_one_in_the_bundle(desk: Desk, hom
     set_signature(ant, key.sign(ant.digest))
     desk.change(signed(key.sign("0" * 64)))
     refused(desk.ask("ant"), "is not one of digest")
+
+
+def test_what_was_served_unsigned_is_not_let_through_by_another_change(desk: Desk, home: Path, key: PrivateKey) -> None:
+    """Signatures are demanded, and before its next use the adapter gets another pool, or another name beside it."""
+    ant, bee = bundle(home, "ant", 0), bundle(home, "bee", 1)
+    assert [desk.ask("ant"), desk.ask("bee")] == [ant.task_id, bee.task_id]
+    desk.change(lambda doc: demand(doc, key))
+    desk.change(lambda doc: set_rules({**doc, "pools": {"gold": {"cap": 2}}}, "ant", {"pool": "gold"}))
+    path = f"bundles/{bee.digest}"
+    desk.change(lambda doc: add_version(doc, "zoo", {"digest": bee.digest, "path": path})[0])
+    for name in ("ant", "bee", "zoo"):
+        refused(desk.ask(name), f"adapter '{name}@1': not signed")
+
+
+def test_a_version_that_only_its_number_leads_to_is_looked_at_anew_too(desk: Desk, home: Path, key: PrivateKey) -> None:
+    """`ant@1` was served before signatures were demanded, and superseded in the same change."""
+    bundle(home, "ant", 0)
+    second = bundle(home, "ant", 7)
+    set_signature(second, key.sign(second.digest))
+    assert isinstance(desk.ask("ant@1"), int)
+    change = {"digest": second.digest, "path": f"bundles/{second.digest}"}
+    desk.change(lambda doc: demand(add_version(doc, "ant", change)[0], key))
+    assert desk.ask("ant") == second.task_id
+    refused(desk.ask("ant@1"), "adapter 'ant@1': not signed")
+
+
+def test_two_names_of_one_content_are_judged_each_by_what_it_claims(desk: Desk, home: Path) -> None:
+    """The one that says that it was trained on another base is refused, though its twin is served."""
+    ant = bundle(home, "ant", 0)
+    assert desk.ask("ant") == ant.task_id
+    twin = {"digest": ant.digest, "path": f"bundles/{ant.digest}", "base_model": "other/base"}
+    desk.change(lambda doc: add_version({**doc, "base_model": "this/base"}, "twin", twin)[0])
+    refused(desk.ask("twin"), "adapter 'twin@1': it was trained on other/base")
+    assert desk.ask("ant") == ant.task_id
+
+
+def test_a_refusal_names_what_was_asked_for_alone(desk: Desk, home: Path) -> None:
+    """Two tenants' names of one content: neither learns the other's, whatever the refusal is."""
+    ant = bundle(home, "ant", 0)
+    desk.change(lambda doc: add_version(doc, "secret", {"digest": ant.digest, "path": f"bundles/{ant.digest}"})[0])
+    assert desk.ask("secret") == desk.ask("ant") == ant.task_id
+    desk.manager.drain()
+    for name, other in (("ant", "secret"), ("secret", "ant")):
+        error = desk.ask(name)
+        assert isinstance(error, Draining)
+        assert f"adapter {name!r}: " in str(error)
+        assert repr(other) not in str(error)
+        assert error.adapter == name
 
 
 def test_a_key_that_is_trusted_no_more_ends_what_it_signed(desk: Desk, home: Path, key: PrivateKey) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -213,6 +214,21 @@ def test_mode_and_link_of_the_file_stay(tmp_path: Path) -> None:
     assert (tmp_path / FILE_NAME).is_symlink()
     assert (real / "r.yaml").stat().st_mode & 0o777 == 0o640
     assert set(Registry(tmp_path / FILE_NAME).entries) == {"ant", "bee"}
+
+
+def test_writers_by_different_links_share_one_lock_and_one_history(tmp_path: Path) -> None:
+    """The lock belongs to the file, not to the name it was found by."""
+    real = FileHome(tmp_path / "real.yaml")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "link.yaml").symlink_to(tmp_path / "real.yaml")
+    link = FileHome(tmp_path / "other" / "link.yaml")
+    publish_at(tmp_path / "real.yaml", "ant", "d", "p")
+    publish_at(tmp_path / "other" / "link.yaml", "bee", "d", "p")
+    assert link.history == real.history
+    assert [record.what for record in read_history(link.notes())] == ["publish ant", "publish bee"]
+    assert read_history(link.notes())[1].follows
+    with real.locked(), open(link.history, "rb") as other, pytest.raises(BlockingIOError):  # noqa: PTH123
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -20,6 +20,7 @@ from lora_slots.errors import ServerError, Unreachable
 
 _PATH = re.compile(r"(?<![\w/])(?:[A-Za-z][\w+.-]*://\S+|(?:/[\w.@+-]+){2,}/?)")
 _TOO_LONG = re.compile(r"Prompt length \((\d+)\) exceeds maximum input length \((\d+)\)")
+_FOR_OPERATORS = re.compile(r"; `lora-slots .*")
 _UNAVAILABLE_RETRY_S = 1.0
 
 
@@ -92,7 +93,7 @@ def from_lease(error: ServerError, asked: str) -> ApiError:
     """Why the slot manager granted no lease for the model name `asked`."""
     if isinstance(error, Unreachable):  # its words are for an operator
         return from_engine(error)
-    text = without_paths(str(error))
+    text = without_paths(_FOR_OPERATORS.sub("", str(error)))
     match error.code:
         case "UNAVAILABLE" | "DEADLINE_EXCEEDED" | "CANCELLED":
             return unavailable(text, "adapter_unavailable", error.retry_after_s or _UNAVAILABLE_RETRY_S)

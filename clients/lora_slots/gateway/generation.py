@@ -169,6 +169,10 @@ class Generation:
                 raise
             if lease.task_id is None and tenant is not None:
                 self._door.behind(self._until_loaded(entry.ref, loading.pop_all()))
+        if lease.digest not in (None, entry.digest):
+            # the server's registry is older or newer than ours, and so may be what the tenant may use
+            self._door.end(lease, 0)
+            raise ServerError(f"{entry.ref} has another digest there", code="NOT_FOUND")
         self.record.waited_s = lease.waited_s
         self.record.found_in = BASE_FOUND_IN if lease.task_id is None else (lease.found_in or "").lower()
         if lease.task_id is None:

@@ -47,13 +47,20 @@ def resolve(
     if model in (base, BASE_NAME) and (tenant is None or tenant.base):
         return Target(model, None)
     for name in (model, model.removeprefix(f"{base}:")):
+        if reads_as_base(name, base):
+            continue
         try:
             entry = content.resolve(name, key, draw)
         except UnknownAdapter:
             continue
-        if may_use(content, name, entry, tenant):
+        if all(may_use(content, name, one, tenant) for one in (entry, *_entries(content, name))):
             return Target(model, entry)
     return None
+
+
+def reads_as_base(name: str, base: str) -> bool:
+    """Whether an adapter or alias of this name could not be told from the base, or from `base:adapter`."""
+    return name == base or name.startswith(f"{base}:")
 
 
 def may_use(content: Content, name: str, entry: Entry, tenant: Tenant | None) -> bool:
@@ -84,7 +91,8 @@ def allowed(content: Content, base: str, tenant: Tenant | None) -> list[str]:
     names += [
         name
         for name in (*content.entries, *content.aliases)
-        if all(may_use(content, name, entry, tenant) for entry in _entries(content, name))
+        if not reads_as_base(name, base)
+        and all(may_use(content, name, entry, tenant) for entry in _entries(content, name))
     ]
     return sorted(names)
 
@@ -116,7 +124,8 @@ def _seconds(created: str | None, otherwise: int) -> int:
 
 
 def _entries(content: Content, name: str) -> Sequence[Entry]:
+    """What a name without a version may lead to: of an alias every target, drawn or not."""
     alias = content.aliases.get(name)
     if alias is None:
-        return [content.entries[name]]
+        return [content.entries[name]] if name in content.entries else []
     return [content.entries[adapter_of(target)] for target in alias.targets]

@@ -22,6 +22,7 @@ from lora_slots.adapters_source import examined, path_for
 from lora_slots.errors import ServerError, UsageError
 from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.errors import ApiError, from_operation, unavailable
+from lora_slots.gateway.names import reads_as_base
 from lora_slots.refusals import Refused
 from peft_to_trtllm import convert
 from peft_to_trtllm.errors import AdapterRefused, InputError
@@ -44,6 +45,9 @@ class Publisher:
         """Publish what lies at `place` and bring it into a slot. Raises ApiError."""
         async with self._turn:
             await self._refresh()
+            if reads_as_base(name, self._gateway.base):
+                text = f"lora_name {name!r} reads as the base model {self._gateway.base!r}: choose another name"
+                raise ApiError(400, text, code="invalid_value", param="lora_name")
             before = self._gateway.registry.entries.get(name)
             if before is not None and not new_version:
                 text = f"The lora adapter '{name}' has already been loaded; load_inplace makes a new version of it."

@@ -30,9 +30,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from adapter_slots.registry_text import Document, TextError
 from lora_slots.errors import UsageError
 
 SCHEMA = 1
@@ -159,12 +159,16 @@ def _same(key: str, sha256: str) -> bool:
 def read_tenants(file: Path) -> TenantsFile:
     """The file as it stands. Raises TenantsError."""
     try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        document = Document(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise TenantsError(f"{file}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise TenantsError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
-    return check(document, file)
+    except UnicodeDecodeError:
+        raise TenantsError(f"{file}: not UTF-8 text") from None
+    except TextError as error:
+        raise TenantsError(f"{file}: {error}") from None
+    if document.has_duplicates:  # YAML would take the last one, and drop the other's limits and keys
+        raise TenantsError(f"{file}: {document.tell(())}")
+    return check(document.data, file)
 
 
 def check(document: Any, file: Path) -> TenantsFile:
