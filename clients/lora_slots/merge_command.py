@@ -27,7 +27,7 @@ def merge(
     """Merge an adapter into its base with PEFT: a new base, to be built into an engine of its own.
 
     Worth it for one adapter with more than 80 % of the traffic, for good, whose users wait for the first token
-    (`lora-slots merge-advice`). Needs `pip install 'lora-slots[merge]'`.
+    (`lora-slots merge-advice`). Needs `pip install 'lora-slots\\[merge]'`.
 
     Example: lora-slots merge ./my_adapter --base ./llama -o ./llama-mine
     """

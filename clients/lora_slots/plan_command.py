@@ -43,7 +43,7 @@ def plan(
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(help="pin=N, max-rank=R, ranks=R, tenants=+N[xR], slots=N, context=N, gpu=SIZE; may be repeated."),
+        typer.Option(help="pin=N, max-rank=R, ranks=R, tenants=+N or +NxR, slots=N, context=N, gpu=SIZE; repeatable."),
     ] = None,
     log: Annotated[Path | None, typer.Option(help="Forecast from a request log (JSON lines or CSV).")] = None,
     zipf: Annotated[
