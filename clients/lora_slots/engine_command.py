@@ -118,15 +118,15 @@ def verify(
     from lora_slots.refusals import Refused, refusing
     from trtllm_lora.pipeline.manifest import check_manifest
     from trtllm_lora.profile import load_profile
-    from trtllm_lora.verify import verify_engine
+    from trtllm_lora.verify import tell, verify_engine
 
     with refusing():
-        problems = [str(difference) for difference in verify_engine(folder, load_profile(profile))]
-        problems += check_manifest(folder) if files else []
+        problems = tell(verify_engine(folder, load_profile(profile)), folder, profile)
+        problems += [f"{folder}: {problem}; build it anew" for problem in (check_manifest(folder) if files else [])]
         if as_json:
             typer.echo(json.dumps({"engine": str(folder), "profile": str(profile), "problems": problems}, indent=1))
         if problems:
-            raise Refused("\n".join(f"{folder}: {problem}" for problem in problems))
+            raise Refused("\n".join(problems))
         if not as_json:
             typer.echo(f"{folder} is what {profile} says")
 

@@ -73,7 +73,8 @@ def fetch(
     def judge(made: Path) -> None:
         differences = verify_engine(made, load_profile(profile)) if profile else []
         if differences:
-            raise Refused("\n".join(f"{url}: {difference}" for difference in differences))
+            lines = "\n".join(f"{url}: {difference}" for difference in differences)
+            raise Refused(f"{lines}\nthe engine is not what {profile} says: fetch one that was built from it")
 
     with refusing():
         typer.echo(str(bring(url, out, MANIFEST_FILE, files, judge)))

@@ -83,14 +83,13 @@ def render(
     from lora_slots.refusals import Refused, refusing
     from lora_slots.repo_check import check_repository
     from trtllm_lora.profile import load_profile
-    from trtllm_lora.verify import verify_engine
+    from trtllm_lora.verify import tell, verify_engine
 
     with refusing():
         loaded = load_profile(profile)
         differences = verify_engine(engine, loaded) if check_engine else []
         if differences:
-            lines = "\n".join(f"{engine}: {difference}" for difference in differences)
-            raise Refused(f"{lines}\nthe engine is not what {profile} says: build it anew (`lora-slots engine build`)")
+            raise Refused("\n".join(tell(differences, engine, profile)))
         config = _config(loaded, engine, tokenizer, registry, grpc, backend, fleet, _parameters(set_ or []))
         _write(config, out)
         for finding in check_repository(out):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from trtllm_lora.pipeline import BuildError, BuildFailed, Built, Runner, base_pr
 from trtllm_lora.pipeline.manifest import MANIFEST_FILE, ManifestError, check_manifest
 from trtllm_lora.pipeline.steps import build_flags
 from trtllm_lora.profile import EngineProfile, load_profile
-from trtllm_lora.verify import adapters_carry_over, diff_engines, verify_engine
+from trtllm_lora.verify import Difference, adapters_carry_over, diff_engines, tell, verify_engine
 
 PROFILES = Path(__file__).parents[2] / "engines" / "profiles"
 
@@ -341,6 +342,7 @@ def test_verify_names_every_difference(tmp_path: Path, base: Path) -> None:
     config = json.loads(file.read_text())
     config["version"] = "1.1.0"
     config["pretrained_config"]["dtype"] = "bfloat16"
+    config["pretrained_config"]["architecture"] = "MistralForCausalLM"
     config["build_config"]["lora_config"] |= {"lora_target_modules": ["attn_q"], "lora_dir": ["lora/0"]}
     config["build_config"]["kv_cache_type"] = "CONTINUOUS"
     config["build_config"]["max_beam_width"] = 4
@@ -352,6 +354,7 @@ def test_verify_names_every_difference(tmp_path: Path, base: Path) -> None:
     assert keys == {
         "version",
         "pretrained_config.dtype",
+        "pretrained_config.architecture",
         "build_config.lora_config.lora_target_modules",
         "build_config.lora_config.lora_dir",
         "build_config.kv_cache_type",
@@ -360,6 +363,42 @@ def test_verify_names_every_difference(tmp_path: Path, base: Path) -> None:
         "pretrained_config.quantization.kv_cache_quant_algo",
         "files",
     }
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_the_architecture_is_the_bases(tmp_path: Path, base: Path, architecture: str) -> None:
+    """The conversion writes the base's architecture into the engine; an engine of another one is refused, by place."""
+    other = tmp_path / "base"
+    shutil.copytree(base, other)
+    config = json.loads((base / "config.json").read_text())
+    (other / "config.json").unlink()
+    (other / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    environment, file = trtllm_tools.install(tmp_path), tmp_path / "p.yaml"
+    profile = tiny_profile(file, model__architecture=architecture)
+    _, engine = build(profile, other, tmp_path / "cache", environment)
+    assert json.loads((engine / "config.json").read_text())["pretrained_config"]["architecture"] == architecture
+    assert verify_engine(engine, profile) == []
+    found = verify_engine(engine, tiny_profile(file))
+    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if "architecture:" in text)
+    assert tell(found, engine, file) == [
+        f"{engine}/config.json:1: pretrained_config.architecture: '{architecture}', not 'LlamaForCausalLM' "
+        f"(another base model), {file}:{line} (model.architecture); build the engine anew (`lora-slots engine build "
+        f"{file}`), or write there what it is"
+    ]
+
+
+def test_a_difference_has_the_line_of_its_key(tmp_path: Path) -> None:
+    """In an engine's config.json as it is written for people, the line is the key's own; else what is there of it."""
+    shape = load_profile(PROFILES / "llama-3.1-8b.yaml").shape()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shape.to_engine_config(), indent=1))
+    keys = ("build_config.plugin_config.dtype", "pretrained_config.dtype", "build_config.no_such", "files")
+    told = tell([Difference(key, 1, 2) for key in keys], file, PROFILES / "llama-3.1-8b.yaml")
+    lines = [int(line.split(":")[1]) for line in told]
+    text = file.read_text().splitlines()
+    assert [text[number - 1].split(":")[0].strip() for number in lines] == ['"dtype"', '"dtype"', '"build_config"', "{"]
+    assert lines[0] > lines[2] > lines[1]
+    assert all("build the engine anew" in line for line in told)
 
 
 @pytest.mark.parametrize(
