@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -162,7 +163,8 @@ def _plan(profile: EngineProfile, file: Path, cache: Path, base: Path | None, *,
     from trtllm_lora.pipeline import plan_tensorrt_llm
 
     if profile.runtime == "tensorrt_llm":
-        return plan_tensorrt_llm(profile, cache, base)
+        # what is printed is for the image, where this interpreter is not
+        return plan_tensorrt_llm(profile, cache, base, python="python3" if dry_run else sys.executable)
     from lora_slots.base_model import ensure_base_model
     from lora_slots.base_model.ensure import BASE_MODEL
     from lora_slots.reference_build import plan_reference

@@ -268,7 +268,9 @@ def _field_problem(document: Document, details: Any) -> Problem:
     if kind == "extra_forbidden":
         return document.problem(where, "no such key", _instead(where))
     if kind == "string_type" and found is not None and not isinstance(found, dict | list):
-        return document.problem(where, f"{str(found)[:40]} was read as {type(found).__name__}, not as text", "write it in quotes")
+        return document.problem(
+            where, f"{str(found)[:40]} was read as {type(found).__name__}, not as text", "write it in quotes"
+        )
     what = details["msg"].removeprefix("Value error, ")
     if kind == "string_pattern_mismatch":
         what = "lower-case letters, digits, dots and hyphens are expected, 63 at most"

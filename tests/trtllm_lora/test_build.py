@@ -131,6 +131,15 @@ def test_build_verify_manifest(tmp_path: Path, base: Path) -> None:
         check_manifest(engine)
 
 
+def test_progress_names_real_folders(tmp_path: Path, base: Path) -> None:
+    """What is told of a step can be read and pasted: no stand-in for the folder is in it."""
+    profile, cache, said = tiny_profile(tmp_path / "p.yaml"), tmp_path / "cache", list[str]()
+    plan = plan_tensorrt_llm(profile, cache, base)
+    Runner(cache, lambda: 0.0, said.append, environment=trtllm_tools.install(tmp_path)).run(plan)
+    assert not any("{out}" in line for line in said)
+    assert f"--output_dir {plan.engine.folder}" in said[2]
+
+
 def test_unchanged_steps_are_not_run(tmp_path: Path, base: Path) -> None:
     """A second build runs nothing; another rank runs trtllm-build alone, even if the checkpoint is all that is left."""
     environment, cache = trtllm_tools.install(tmp_path), tmp_path / "cache"
