@@ -212,6 +212,11 @@ def warm_up_with_file(content: bytes | None) -> Change:
     return change
 
 
+def remove(model: str) -> Change:
+    """A model gone."""
+    return lambda root: shutil.rmtree(root / model)
+
+
 def no_parameter(model: str, key: str) -> Change:
     """A parameter gone."""
 
@@ -412,7 +417,7 @@ CASES = [
     ),
     wrong(
         "not-a-config",
-        lambda root: ((root / TENSORRT_LLM).unlink(), (root / TENSORRT_LLM).mkdir()),
+        both(lambda root: (root / TENSORRT_LLM).unlink(), lambda root: (root / TENSORRT_LLM).mkdir()),
         "cannot be read: Is a directory",
         "make it a file",
     ),
@@ -437,10 +442,10 @@ CASES = [
             ("lora_router", "engine_url"),
         )
     ),
-    wrong("no-ensemble", lambda root: shutil.rmtree(root / "ensemble"), "no ensemble", "render one", ""),
+    wrong("no-ensemble", remove("ensemble"), "no ensemble", "render one", ""),
     wrong(
         "no-ensemble",
-        lambda root: [shutil.rmtree(root / name) for name in ("ensemble", "preprocessing", "postprocessing")],
+        both(*(remove(name) for name in ("ensemble", "preprocessing", "postprocessing"))),
         "can only send token ids",
         "render one",
         "",
