@@ -72,6 +72,23 @@ def test_one_command_alone_is_the_same() -> None:
     assert list(unknown.commands) == list(whole.commands)
 
 
+def test_a_command_starts_without_what_others_need() -> None:
+    """`engine check` imports no numpy, no client of Triton and no other command: half of a second for nothing."""
+    profile = ROOT / "engines" / "profiles" / "smollm2-135m.yaml"
+    program = f"""
+import sys
+from lora_slots.cli import main
+sys.argv = ["lora-slots", "engine", "check", {str(profile)!r}]
+try:
+    main()
+finally:
+    others = {{"numpy", "tritonclient", "boto3", "lora_slots.up_command", "lora_slots.plan_command"}}
+    print(sorted(others & {{*sys.modules}}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["1 profiles are good", "[]"]
+
+
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_nothing_in_a_help_is_taken_for_markup(name: str) -> None:
     """rich swallows `[merge]` as a tag of its own, and whoever installs by the help gets half of it."""

@@ -13,6 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from adapter_slots import room
 from adapter_slots.events import Event
 from adapter_slots.machine import SlotMachine
 from adapter_slots.records import MachineConfig
@@ -278,6 +279,29 @@ def test_a_quiet_night_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ticks == sorted(ticks)
     long = [Request(0.0, "a", 1e9), Request(1.0, "b", 1e9)]
     assert forecast(config, {"a": KIND, "b": KIND}, long).refused == 0
+
+
+def test_who_waits_for_the_same_room_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where HOST is full of busy adapters, sixty that wait for it make one search of an event, not sixty."""
+    searches, events = list[int](), list[Event]()
+    search, handle = room.room_in_host, SlotMachine.handle
+
+    def counted(*words: Any) -> room.Room:
+        searches.append(1)
+        return search(*words)
+
+    def heard(self: SlotMachine, event: Event, now: float) -> Any:
+        events.append(event)
+        return handle(self, event, now)
+
+    monkeypatch.setattr("adapter_slots.machine.room_in_host", counted)
+    monkeypatch.setattr(SlotMachine, "handle", heard)
+    names = [f"a{i}" for i in range(64)]
+    config = MachineConfig(num_slots=2, cache_pages=64, host_bytes=4 * KIND.num_bytes)
+    asked = [Request(i * 0.01, name, 20.0) for i, name in enumerate(names)]
+    found = forecast(config, dict.fromkeys(names, KIND), asked)
+    assert found.refused > 40
+    assert len(searches) < 1.5 * len(events)
 
 
 def test_a_pinned_adapter_always_hits() -> None:

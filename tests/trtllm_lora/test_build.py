@@ -53,6 +53,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("base") / "tiny", seed=1)
 
 
+def of_architecture(base: Path, folder: Path, architecture: str) -> Path:
+    """A copy of a base that says that it is of another architecture."""
+    shutil.copytree(base, folder)
+    config = json.loads((base / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    return folder
+
+
 def build(
     profile: EngineProfile, base: Path, cache: Path, environment: Mapping[str, str], remote: Any = None
 ) -> tuple[list[Built], Path]:
@@ -323,13 +332,15 @@ def test_a_remote_store_shares_results(tmp_path: Path, base: Path) -> None:
     assert [each.how for each in done] == ["run", "run"]
 
 
-def test_the_reference_engine_is_built_for_real(tmp_path: Path, base: Path) -> None:
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_the_reference_engine_is_built_for_real(tmp_path: Path, base: Path, architecture: str) -> None:
     """The same pipeline builds the reference engine: it opens, fits its profile, and a second build is cached."""
     from lora_slots.reference_build import plan_reference
 
+    base = of_architecture(base, tmp_path / "base", architecture)
     data = yaml.safe_load((PROFILES / "smollm2-135m.yaml").read_text())
     tiny = tiny_profile(tmp_path / "tiny.yaml")
-    data["model"] = tiny.model.model_dump(exclude_none=True)
+    data["model"] = {**tiny.model.model_dump(exclude_none=True), "architecture": architecture}
     data["engine"] |= {"max_batch_size": 4, "max_seq_len": 256}
     file = tmp_path / "reference.yaml"
     file.write_text(yaml.safe_dump(data))
@@ -377,11 +388,7 @@ def test_verify_names_every_difference(tmp_path: Path, base: Path) -> None:
 @pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM"])
 def test_the_architecture_is_the_bases(tmp_path: Path, base: Path, architecture: str) -> None:
     """The conversion writes the base's architecture into the engine; an engine of another one is refused, by place."""
-    other = tmp_path / "base"
-    shutil.copytree(base, other)
-    config = json.loads((base / "config.json").read_text())
-    (other / "config.json").unlink()
-    (other / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    other = of_architecture(base, tmp_path / "base", architecture)
     environment, file = trtllm_tools.install(tmp_path), tmp_path / "p.yaml"
     profile = tiny_profile(file, model__architecture=architecture)
     _, engine = build(profile, other, tmp_path / "cache", environment)
