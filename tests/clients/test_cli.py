@@ -73,7 +73,7 @@ def test_one_command_alone_is_the_same() -> None:
 
 
 def test_a_command_starts_without_what_others_need() -> None:
-    """`engine check` imports no numpy, no client of Triton and no other command: half of a second for nothing."""
+    """`engine check` imports no numpy, no client of Triton and no other command."""
     profile = ROOT / "engines" / "profiles" / "smollm2-135m.yaml"
     program = f"""
 import sys
