@@ -89,7 +89,7 @@ def _words(text: str | None) -> str:
     """A help without its examples, a paragraph a line."""
     paragraphs = re.split(r"\n\s*\n", (text or "").strip())
     kept = [" ".join(part.split()) for part in paragraphs if not examples(part) and part.strip() != "Examples:"]
-    return "\n\n".join(kept)
+    return "\n\n".join(kept).replace("\\[", "[")  # escaped from rich's markup, for the terminal
 
 
 def _cell(text: str) -> str:

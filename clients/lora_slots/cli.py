@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from lora_slots.errors import (
@@ -18,6 +19,14 @@ from lora_slots.errors import (
 
 if TYPE_CHECKING:
     import typer
+
+COMMANDS = (
+    *("up", "convert", "generate", "slots", "prewarm"),
+    *("gateway", "tenants"),
+    *("adapters", "bundle", "canary"),
+    *("engine", "repo", "plan", "merge"),
+)
+"""Commands and groups in the order of `--help`; each is in the module of its name. `merge` brings `merge-advice`."""
 
 
 def main() -> NoReturn:
@@ -41,42 +50,24 @@ def main() -> NoReturn:
         sys.exit(EXIT_ENVIRONMENT)
 
 
-def application() -> typer.Typer:
-    """The application with every command of the project."""
-    import typer
+def application(first_word: str = "") -> typer.Typer:
+    """The application: the one command or group of this first word, else every command of the project.
 
-    from lora_slots import (
-        adapters_command,
-        bundle_command,
-        canary_command,
-        convert_command,
-        engine_command,
-        gateway_command,
-        generate_command,
-        merge_command,
-        plan_command,
-        prewarm_command,
-        repo_command,
-        slots_command,
-        tenants_command,
-        up_command,
-    )
+    One alone starts sooner: typer looks at each parameter of each command that it is given.
+    """
+    import typer
 
     app = typer.Typer(name="lora-slots", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(lora_slots)
-    first = (up_command, convert_command, generate_command, slots_command, prewarm_command)
-    doors = (gateway_command, tenants_command)
-    adapters = (adapters_command, bundle_command, canary_command)
-    engines = (engine_command, repo_command, plan_command, merge_command)
-    for command in (*first, *doors, *adapters, *engines):
-        command.register(app)
+    for name in [first_word] if first_word in COMMANDS else COMMANDS:
+        import_module(f"lora_slots.{name}_command").register(app)
     return app
 
 
 def _run() -> int:
     import typer
 
-    app = application()
+    app = application(sys.argv[1] if len(sys.argv) > 1 else "")
     usage_error = _usage_error(typer.BadParameter)
     try:
         return int(app(standalone_mode=False) or 0)

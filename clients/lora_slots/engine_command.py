@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -118,15 +119,15 @@ def verify(
     from lora_slots.refusals import Refused, refusing
     from trtllm_lora.pipeline.manifest import check_manifest
     from trtllm_lora.profile import load_profile
-    from trtllm_lora.verify import verify_engine
+    from trtllm_lora.verify import tell, verify_engine
 
     with refusing():
-        problems = [str(difference) for difference in verify_engine(folder, load_profile(profile))]
-        problems += check_manifest(folder) if files else []
+        problems = tell(verify_engine(folder, load_profile(profile)), folder, profile)
+        problems += [f"{folder}: {problem}; build it anew" for problem in (check_manifest(folder) if files else [])]
         if as_json:
             typer.echo(json.dumps({"engine": str(folder), "profile": str(profile), "problems": problems}, indent=1))
         if problems:
-            raise Refused("\n".join(f"{folder}: {problem}" for problem in problems))
+            raise Refused("\n".join(problems))
         if not as_json:
             typer.echo(f"{folder} is what {profile} says")
 
@@ -162,7 +163,8 @@ def _plan(profile: EngineProfile, file: Path, cache: Path, base: Path | None, *,
     from trtllm_lora.pipeline import plan_tensorrt_llm
 
     if profile.runtime == "tensorrt_llm":
-        return plan_tensorrt_llm(profile, cache, base)
+        # what is printed is for the image, where this interpreter is not
+        return plan_tensorrt_llm(profile, cache, base, python="python3" if dry_run else sys.executable)
     from lora_slots.base_model import ensure_base_model
     from lora_slots.base_model.ensure import BASE_MODEL
     from lora_slots.reference_build import plan_reference

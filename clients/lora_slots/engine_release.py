@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -73,7 +74,8 @@ def fetch(
     def judge(made: Path) -> None:
         differences = verify_engine(made, load_profile(profile)) if profile else []
         if differences:
-            raise Refused("\n".join(f"{url}: {difference}" for difference in differences))
+            lines = "\n".join(f"{url}: {difference}" for difference in differences)
+            raise Refused(f"{lines}\nthe engine is not what {profile} says: fetch one that was built from it")
 
     with refusing():
         typer.echo(str(bring(url, out, MANIFEST_FILE, files, judge)))
@@ -88,6 +90,8 @@ def changed(
 ) -> None:
     """Which compiled profiles build another engine than they did at a commit. `serving:` and comments change none.
 
+    A change of the pipeline's own code counts where it raised PIPELINE in pipeline/steps.py; of others it is told.
+
     Example: lora-slots engine changed engines/profiles/*.yaml --since origin/main~1 --json
     """
     from lora_slots.refusals import refusing
@@ -95,7 +99,9 @@ def changed(
 
     with refusing():
         loaded = [(path, load_profile(path)) for path in profiles]
-        found = [(path, profile) for path, profile in loaded if _differs(path, profile, since)]
+        raised = any(_pipeline_changed(path.resolve().parent, since) for path in profiles[:1])
+        compiled = [(path, profile) for path, profile in loaded if profile.runtime == "tensorrt_llm"]
+        found = [(path, profile) for path, profile in compiled if raised or _differs(path, profile, since)]
     if as_json:
         rows = [{"profile": str(path), "name": p.name, "container": p.engine.container} for path, p in found]
         typer.echo(json.dumps(rows))
@@ -106,10 +112,29 @@ def changed(
 def _differs(path: Path, profile: EngineProfile, since: str) -> bool:
     from trtllm_lora.pipeline import plan_tensorrt_llm
 
-    if profile.runtime != "tensorrt_llm":
-        return False
-    before = _key(_text_at(path, since)) if since.strip("0") else None  # a new branch's push has only zeros
+    if not since.strip("0"):  # a new branch's push has only zeros
+        return True
+    before = _key(_text_at(path, since))
     return before != plan_tensorrt_llm(profile, Path("cache"), None).engine.key
+
+
+def _pipeline_changed(where: Path, since: str) -> bool:
+    """Whether PIPELINE was raised since; tells where the pipeline's code changed and it was not."""
+    from trtllm_lora.pipeline import steps
+
+    if not since.strip("0"):
+        return False
+    _commit(where, since)
+    names = [f":(top)engines/trtllm_lora/pipeline/{name}.py" for name in ("steps", "checkpoint")]
+    if not _git(where, "diff", "--name-only", since, "--", *names).strip():
+        return False
+    before = re.search(
+        rb"^PIPELINE = (\d+)", _shown(where, since, "engines/trtllm_lora/pipeline/steps.py"), re.MULTILINE
+    )
+    if before and int(before[1]) == steps.PIPELINE:
+        text = f"warning: the pipeline's code changed since {since}, and PIPELINE in pipeline/steps.py did not"
+        typer.echo(f"{text}: raise it if engines become others by it, else the old ones are kept", err=True)
+    return before is not None and int(before[1]) != steps.PIPELINE
 
 
 def _key(text: bytes | None) -> str | None:
@@ -129,16 +154,25 @@ def _key(text: bytes | None) -> str | None:
 def _text_at(path: Path, since: str) -> bytes | None:
     """A file as it was at a commit; None if it was not there. Raises Refused: no such commit, no git."""
     where = path.resolve().parent
+    _commit(where, since)
+    return _shown(where, since, f"./{path.name}") or None
+
+
+def _commit(where: Path, since: str) -> None:
     try:
         _git(where, "rev-parse", "--verify", "--quiet", f"{since}^{{commit}}")
     except subprocess.CalledProcessError:
         raise Refused(f"--since {since}: no such commit in {where} (fetch the whole history)") from None
     except OSError as error:
         raise Refused(f"--since needs git: {error.strerror}") from None
+
+
+def _shown(where: Path, since: str, name: str) -> bytes:
+    """A file as it was at a commit; empty if it was not there."""
     try:
-        return _git(where, "show", f"{since}:./{path.name}")
+        return _git(where, "show", f"{since}:{name}")
     except subprocess.CalledProcessError:
-        return None
+        return b""
 
 
 def _git(where: Path, *words: str) -> bytes:

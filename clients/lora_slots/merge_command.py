@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +28,7 @@ def merge(
     """Merge an adapter into its base with PEFT: a new base, to be built into an engine of its own.
 
     Worth it for one adapter with more than 80 % of the traffic, for good, whose users wait for the first token
-    (`lora-slots merge-advice`). Needs `pip install 'lora-slots[merge]'`.
+    (`lora-slots merge-advice`). Needs `pip install 'lora-slots\\[merge]'`.
 
     Example: lora-slots merge ./my_adapter --base ./llama -o ./llama-mine
     """
@@ -48,10 +49,12 @@ def merge_advice(
     Example: lora-slots merge-advice requests.jsonl --latency-goal-ms 200
     """
     from lora_slots.advice import advise
-    from lora_slots.refusals import refusing
+    from lora_slots.refusals import Refused, refusing
     from lora_slots.traffic import read_log
 
     with refusing():
+        if latency_goal_ms is not None and not math.isfinite(latency_goal_ms):
+            raise Refused(f"--latency-goal-ms {latency_goal_ms}: write a number of milliseconds")
         advice = advise(read_log(log, 1.0), latency_goal_ms)
     typer.echo(
         json.dumps([asdict(each) for each in advice], indent=1) if as_json else "\n".join(a.text() for a in advice)

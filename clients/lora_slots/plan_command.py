@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from trtllm_lora.profile import EngineProfile
 
 USUAL_CONTEXT = 2048
-DEFAULT_COUNT, DEFAULT_RANK = 100, 16
-"""Adapters that are planned for where none are named, of the engine's largest rank where that is lower."""
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +30,8 @@ def register(app: typer.Typer) -> None:
 def plan(
     profile: Annotated[Path, typer.Argument(help="Engine profile (YAML).")],
     fleet: Annotated[
-        str | None, typer.Option(help="Adapters in words: COUNTxRANK[:MODULE+MODULE],…; default: 100x16.")
+        str | None,
+        typer.Option(help="Adapters in words: COUNTxRANK[:MODULE+MODULE],…; default: 100 of the largest rank."),
     ] = None,
     adapters: Annotated[str | None, typer.Option(help="Adapters of a registry: adapters.yaml, or s3://…")] = None,
     bundles: Annotated[Path | None, typer.Option(help="Adapters of a folder of bundles.")] = None,
@@ -43,14 +43,12 @@ def plan(
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(help="pin=N, max-rank=R, ranks=R, tenants=+N[xR], slots=N, context=N, gpu=SIZE; may be repeated."),
+        typer.Option(help="pin=N, max-rank=R, ranks=R, tenants=+N or +NxR, slots=N, context=N, gpu=SIZE; repeatable."),
     ] = None,
     log: Annotated[Path | None, typer.Option(help="Forecast from a request log (JSON lines or CSV).")] = None,
-    zipf: Annotated[
-        float | None, typer.Option(min=0, help="Forecast from a guess: Zipf's exponent, usually 1.")
-    ] = None,
-    rate: Annotated[float, typer.Option(min=0.001, help="Requests per second of the guess.")] = 20.0,
-    seconds: Annotated[float, typer.Option(min=0, help="Seconds a request runs, where no log says it.")] = 1.5,
+    zipf: Annotated[float | None, typer.Option(help="Forecast from a guess: Zipf's exponent, usually 1.")] = None,
+    rate: Annotated[float, typer.Option(help="Requests per second of the guess.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="Seconds a request runs, where no log says it.")] = 1.5,
     latency_goal_ms: Annotated[float | None, typer.Option(help="First token's goal, for merge advice.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a picture: FILE.svg or FILE.png.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -75,6 +73,7 @@ def plan(
         size = gathered.of(lambda: _gpu(loaded, gpu))
         tokens = gathered.of(lambda: _context(loaded, context))
         requests = gathered.of(lambda: _requests(log, zipf, seconds))
+        gathered.of(lambda: _numbers(zipf, rate, seconds, latency_goal_ms))
         gathered.of(lambda: _plot_kind(plot))
         wishes: list[tuple[str, Wish | None]] = []
         if chosen is not None and size is not None and tokens is not None:
@@ -137,7 +136,7 @@ class _Traffic:
 def _fleet(profile: EngineProfile, words: str | None, registry: str | None, bundles: Path | None) -> Fleet:
     from lora_slots.fleet_source import from_bundles, from_registry
     from lora_slots.refusals import Refused
-    from trtllm_lora.fleet import parse_fleet
+    from trtllm_lora.fleet import parse_fleet, usual_fleet
 
     if sum(source is not None for source in (words, registry, bundles)) > 1:
         raise Refused("--fleet, --adapters and --bundles: give one of them")
@@ -146,7 +145,7 @@ def _fleet(profile: EngineProfile, words: str | None, registry: str | None, bund
         return from_registry(registry, shape)
     if bundles is not None:
         return from_bundles(bundles, shape)
-    return parse_fleet(words or f"{DEFAULT_COUNT}x{min(DEFAULT_RANK, profile.lora.max_rank)}", shape)
+    return parse_fleet(words or usual_fleet(shape, profile.serving.slots), shape)
 
 
 def _gpu(profile: EngineProfile, gpu: str | None) -> int:
@@ -154,11 +153,13 @@ def _gpu(profile: EngineProfile, gpu: str | None) -> int:
     from trtllm_lora.profile import parse_bytes
 
     try:
-        size = parse_bytes(gpu) if gpu else profile.serving.gpu_memory
+        size = parse_bytes(gpu) if gpu is not None else profile.serving.gpu_memory
     except ValueError as error:
         raise Refused(f"--gpu: {error}") from None
     if not isinstance(size, int):
         raise Refused("the profile has no serving.gpu_memory: write it there, or give --gpu 80GiB")
+    if gpu is not None and size < 2**20:
+        raise Refused(f"--gpu {gpu}: that is {size} bytes, and no GPU; write the unit, such as --gpu {size}GiB")
     return size
 
 
@@ -184,6 +185,24 @@ def _requests(log: Path | None, zipf: float | None, seconds: float) -> list[Requ
     if log is not None and zipf is not None:
         raise Refused("--log and --zipf: give one of them")
     return read_log(log, seconds) if log is not None else None
+
+
+def _numbers(zipf: float | None, rate: float, seconds: float, goal: float | None) -> None:
+    from lora_slots.refusals import Refused
+
+    given = (
+        ("--zipf", zipf, 0.0),
+        ("--rate", rate, 0.001),
+        ("--seconds", seconds, 0.0),
+        ("--latency-goal-ms", goal, 0.0),
+    )
+    wrong = [
+        f"{name} {value}: write a number of at least {least:g}"
+        for name, value, least in given
+        if value is not None and not (math.isfinite(value) and value >= least)
+    ]
+    if wrong:
+        raise Refused("\n".join(wrong))
 
 
 def _plot_kind(plot: Path | None) -> None:

@@ -68,7 +68,11 @@ def draw(cases: Sequence[Case], file: Path) -> None:
 
 
 def check_name(file: Path) -> None:
-    """Raise Refused: another ending than .svg or .png."""
+    """Raise Refused: another ending than .svg or .png, or no folder that it could be written into."""
+    if not file.parent.is_dir():
+        raise Refused(f"--plot {file}: {file.parent} is no folder; make it first")
+    if file.is_dir():
+        raise Refused(f"--plot {file}: is a folder; write a name that ends in .svg or .png")
     if file.suffix.lower() not in (".svg", ".png"):
         raise Refused(f"--plot {file}: write a name that ends in .svg or .png")
 

@@ -30,6 +30,7 @@ def plan_reference(profile: EngineProfile, file: Path, cache: Path, base: Path) 
     facts = {
         "base": fingerprint(base, cache / MEMO_FILE),
         "base_path": str(base.resolve()),  # the engine links to it
+        "architecture": profile.model.architecture,  # older builds wrote Llama's whatever it was
         "engine": profile.engine.model_dump(mode="json"),
         "lora": profile.lora.model_dump(mode="json"),
     }

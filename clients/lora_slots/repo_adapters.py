@@ -83,6 +83,7 @@ def _bundles(repository: Repository) -> Iterator[Finding]:
         for file in _arrays(folder, WEIGHTS_FILE):
             weights = _header(file)
             if weights is None:
+                yield _unreadable(model.file, line, file)
                 continue
             if engine is not None and weights.dtype not in _on_disk(engine.dtype):
                 what = f"{file.parent.name}: weights are {weights.dtype}, the engine's dtype is {engine.dtype} (T#2434)"
@@ -92,6 +93,19 @@ def _bundles(repository: Repository) -> Iterator[Finding]:
                 what = f"{file.parent.name}: weights of {size}, and a gRPC message ends at 2 GiB (B#718)"
                 fix = "send them through shared memory (lora_router does), or prefetch them"
                 yield Finding(model.file, line, "bundle-size", what, fix)
+        for file in _arrays(folder, CONFIG_FILE):
+            table = _header(file)
+            if table is None:
+                yield _unreadable(model.file, line, file)
+            elif table.dtype != np.int32 or table.ndim != 3 or table.shape[0] != 1 or table.shape[2] not in (3, 4):
+                what = f"{file.parent.name}: lora_config is {table.dtype} {list(table.shape)}: every request is refused"
+                fix = "convert the adapter again: it has to be int32 [1, rows, 3 or 4]"
+                yield Finding(model.file, model.line("lora_config"), "bundle-config", what, fix)
+
+
+def _unreadable(config: str, line: int, file: Path) -> Finding:
+    what = f"{file.parent.name}: {file.name} is not a readable array"
+    return Finding(config, line, "bundle-array", what, "convert the adapter again")
 
 
 def _on_disk(dtype: str) -> tuple[Any, ...]:
@@ -160,7 +174,14 @@ def _zero_ids(repository: Repository) -> Iterator[Finding]:
     """A warm-up request with zeros is a request for task 0."""
     for model in repository.models.values():
         for warmup in model.config.model_warmup:
-            if "lora_task_id" in warmup.inputs and warmup.inputs["lora_task_id"].zero_data:
+            if "lora_task_id" not in warmup.inputs:
+                continue
+            sent = warmup.inputs["lora_task_id"]
+            file = model.folder / "warmup" / sent.input_data_file if sent.input_data_file else None
+            if file is not None and not file.is_file():
+                what, fix = f"warm-up {warmup.name!r} has no file {file}", "write the adapter's id there, 8 bytes"
+                yield Finding(model.file, model.line_of(sent.input_data_file), "warmup-file", what, fix)
+            elif sent.zero_data or (file is not None and not any(file.read_bytes()[:8])):
                 what = f"warm-up {warmup.name!r} sends lora_task_id 0, which stock clients take for `no adapter`"
                 fix = f"give input_data_file with the adapter's id, 1 to {MAX_TASK_ID}"
                 yield Finding(model.file, model.line_of("model_warmup"), "zero-task-id", what, fix)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lora_slots import repo_adapters, repo_ensemble
+from lora_slots import repo_adapters, repo_ensemble, repo_models
 from lora_slots.repo_files import Finding, ModelFiles, Repository, read_repository
 from lora_slots.repository import template_folder
 from trtllm_lora import CacheGeometry, ContractError
@@ -19,6 +19,8 @@ from trtllm_lora.releases import version_problem
 
 WIRE = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
 _KEPT_AS_TEXT = ("gpt_model_path", "tokenizer_dir", "gpt_model_type", "lora_prefetch_dir")
+_SHARES = {"kv_cache_free_gpu_mem_fraction": 0.9, "lora_cache_gpu_memory_fraction": 0.02}
+"""Shares of the memory, which the plan sizes, and what is in force without them."""
 _OURS = re.compile(r"from (adapter_slots|reference_engine|lora_slots)\b")
 """Models of this project, which carry bfloat16 (the router by binds, the reference engine by DLPack)."""
 _WHOLE = re.compile(r"\s*[0-9]{1,18}\s*")
@@ -34,7 +36,7 @@ def check_repository(root: Path, engine: Path | None = None, bundles: Path | Non
     """
     repository = read_repository(root, engine, bundles)
     found = list(repository.findings)
-    for check in (*CHECKS, *repo_adapters.CHECKS, *repo_ensemble.CHECKS):
+    for check in (*CHECKS, *repo_models.CHECKS, *repo_adapters.CHECKS, *repo_ensemble.CHECKS):
         found += check(repository)
     return sorted(set(found), key=lambda each: (each.file, each.line, each.rule))
 
@@ -54,7 +56,11 @@ def _placeholders(repository: Repository) -> Iterator[Finding]:
         for key in (key for key in open_keys if key in _KEPT_AS_TEXT):
             what = f"{key} is the text {model.config.parameters[key].string_value}"
             yield Finding(model.file, model.line(key), "placeholder-text", what, "fill it, or leave the parameter out")
-        others = sorted((model.line(key), key) for key in open_keys if key not in _KEPT_AS_TEXT)
+        for key in (key for key in open_keys if key in _SHARES):
+            what = f"{key} is not filled, so its default {_SHARES[key]} is in force"
+            fix = "fill it; `lora-slots plan` says with what"
+            yield Finding(model.file, model.line(key), "placeholder-default", what, fix, warning=True)
+        others = sorted((model.line(key), key) for key in open_keys if key not in (*_KEPT_AS_TEXT, *_SHARES))
         if others:
             names = ", ".join(key for _, key in others)
             what = f"not filled, so their defaults are in force, with warnings in the log: {names}"
@@ -188,7 +194,7 @@ def _cache(repository: Repository) -> Iterator[Finding]:
     if model.parameter("lora_cache_gpu_memory_fraction") is None and not model.is_python:
         what = "lora_cache_gpu_memory_fraction is unset: 0.02 is in force, although the log says 0.05"
         yield Finding(model.file, 1, "cache-fraction", what, "set it; `lora-slots plan` says to what", warning=True)
-    for key in ("lora_cache_gpu_memory_fraction", "kv_cache_free_gpu_mem_fraction"):
+    for key in _SHARES:
         text = model.parameter(key)
         if text is not None and not _is_share(text):
             what = f"{key} is {text[:40]!r}, no share of the memory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -65,7 +66,7 @@ def render(
     backend: Annotated[
         str | None, typer.Option(help="python (reference engine) or tensorrtllm (C++); default: by the runtime.")
     ] = None,
-    fleet: Annotated[str | None, typer.Option(help="Adapters to plan for: COUNTxRANK,…")] = None,
+    fleet: Annotated[str | None, typer.Option(help="Adapters to plan for: COUNTxRANK,…; default as in `plan`.")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="KEY=VALUE of tensorrt_llm, or lora_router.KEY=VALUE; may be repeated."),
@@ -80,18 +81,24 @@ def render(
 
     Example: lora-slots repo render engines/profiles/llama-3.1-8b.yaml --engine /engines/llama -o /models
     """
-    from lora_slots.refusals import Refused, refusing
+    from lora_slots.refusals import Gathered, Refused, refusing
     from lora_slots.repo_check import check_repository
     from trtllm_lora.profile import load_profile
-    from trtllm_lora.verify import verify_engine
+    from trtllm_lora.verify import tell, verify_engine
 
     with refusing():
         loaded = load_profile(profile)
         differences = verify_engine(engine, loaded) if check_engine else []
         if differences:
-            lines = "\n".join(f"{engine}: {difference}" for difference in differences)
-            raise Refused(f"{lines}\nthe engine is not what {profile} says: build it anew (`lora-slots engine build`)")
-        config = _config(loaded, engine, tokenizer, registry, grpc, backend, fleet, _parameters(set_ or []))
+            raise Refused("\n".join(tell(differences, engine, profile)))
+        gathered = Gathered()
+        gathered.of(lambda: _door(grpc))
+        text = gathered.of(lambda: _tokenizer(loaded, profile, engine, tokenizer))
+        own = gathered.of(lambda: _parameters(set_ or []))
+        gathered.tell()
+        if text is None or own is None:
+            return  # told above
+        config = _config(loaded, engine, text, registry, grpc, backend, fleet, own)
         _write(config, out)
         for finding in check_repository(out):
             typer.echo(str(finding), err=True)
@@ -141,7 +148,7 @@ def _grpc_port(folder: Path) -> int:
 def _config(
     profile: EngineProfile,
     engine: Path,
-    tokenizer: Path | None,
+    tokenizer: Path,
     registry: str,
     grpc: str,
     backend: str | None,
@@ -151,33 +158,34 @@ def _config(
     from lora_slots.plan_report import router_parameters
     from lora_slots.refusals import Refused
     from lora_slots.repository import RepositoryConfig
-    from trtllm_lora.fleet import parse_fleet
+    from trtllm_lora.fleet import parse_fleet, usual_fleet
     from trtllm_lora.plan import Wish, make_plan
 
+    form = _backend(profile, backend)
     gpu = profile.serving.gpu_memory
     if gpu is None:
         raise Refused("the profile has no serving.gpu_memory, which the plan of the caches starts from")
     slots, shape = profile.serving.slots, profile.shape()
-    words = fleet or f"{slots}x{profile.lora.max_rank}"
+    words = fleet or usual_fleet(shape, slots)
     wish = Wish(profile, parse_fleet(words, shape), gpu, slots)
     plan = make_plan(wish)
     parameters, router = plan.parameters, router_parameters(wish, plan)
     for line in _planned_otherwise(profile, parameters, words, own["tensorrt_llm"]):
         typer.echo(line, err=True)
-    if profile.runtime == "reference":
+    if form == "python":
         # its caches are in the machine's memory: shares of a GPU mean nothing there
         parameters = {key: value for key, value in parameters.items() if "fraction" not in key}
         del router["lora_cache_device_pages"]
     return RepositoryConfig(
         engine_dir=engine.absolute(),
-        tokenizer_dir=(tokenizer or _own_tokenizer(engine)).absolute(),
+        tokenizer_dir=tokenizer.absolute(),
         registry=registry if "://" in registry else Path(registry).absolute(),
         engine_url=grpc,
         max_batch_size=profile.engine.max_batch_size,
         router={**router, "base_model": _base_model(profile), **own["lora_router"]},
         engine={"exclude_input_in_output": "true", **parameters, **own["tensorrt_llm"]},
         text={key: str(value).lower() for key, value in profile.text.model_dump().items()},
-        backend=_backend(profile, backend),
+        backend=form,
         dora=profile.lora.dora,
     )
 
@@ -223,9 +231,30 @@ def _base_model(profile: EngineProfile) -> str:
     return f"{model.id}@{model.revision}" if profile.runtime == "tensorrt_llm" else model.id
 
 
-def _own_tokenizer(engine: Path) -> Path:
-    """Where an engine has its tokenizer: a compiled one in a folder, the reference engine behind a link."""
-    return engine / "base" if (engine / "base").exists() else engine / "tokenizer"
+def _tokenizer(profile: EngineProfile, file: Path, engine: Path, given: Path | None) -> Path:
+    """The tokenizer's directory: what was given, the profile's, or where an engine has its own.
+
+    A compiled engine has it in a folder, the reference engine behind a link to its base.
+    """
+    from lora_slots.refusals import Refused
+
+    named = given or (file.parent / profile.model.tokenizer if profile.model.tokenizer else None)
+    folder = named or (engine / "base" if (engine / "base").exists() else engine / "tokenizer")
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    if named is None:
+        typer.echo(f"warning: {folder}: no tokenizer.json: the text steps will not start; give --tokenizer", err=True)
+        return folder
+    place = "--tokenizer" if given else f"{file}: model.tokenizer"
+    raise Refused(f"{place} {named}: no tokenizer.json there; write a directory that has it")
+
+
+def _door(grpc: str) -> None:
+    from lora_slots.refusals import Refused
+
+    found = re.fullmatch(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})", grpc)
+    if not found or not 0 < int(found[1]) < 1 << 16:
+        raise Refused(f"--grpc {grpc[:200]}: write HOST:PORT, such as 127.0.0.1:8001")
 
 
 def _backend(profile: EngineProfile, asked: str | None) -> Literal["python", "tensorrtllm"]:

@@ -139,7 +139,12 @@ def _read_model(folder: Path, repository: Repository) -> None:
     from tritonclient.grpc import model_config_pb2
 
     file = folder / "config.pbtxt"
-    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        repository.findings.append(Finding(str(file), 1, "not-a-config", what, "make it a file that can be read"))
+        return
     filled = _fill_bare(text, str(file), repository.findings)
     config = model_config_pb2.ModelConfig()
     try:

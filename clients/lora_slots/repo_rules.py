@@ -14,6 +14,9 @@ RULES: dict[str, str] = {
     "model-name": "a model named otherwise than its folder: Triton refuses it",
     "no-version": "no version folder: Triton finds nothing to load",
     "no-model-py": "a model of the python backend without a model.py",
+    "backend": "a model without a backend, or with one that it cannot have, or a misspelt one",
+    "parameter-missing": "a parameter without which a model does not start (`gpt_model_path`, `tokenizer_dir`, …)",
+    "no-ensemble": "no ensemble (and no `tensorrt_llm_bls`); warned of where there are no text steps either",
     # tensors of tensorrt_llm, against those of the 1.2 line
     "no-tensorrt-llm": "no model tensorrt_llm, for which ensemble and clients look",
     "renamed-tensor": "an input by the name it had before 1.x (`min_length`, `random_seed`)",
@@ -21,6 +24,7 @@ RULES: dict[str, str] = {
     "tensor-type": "a tensor of another type",
     "tensor-dims": "a tensor of other dims",
     "task-id-reshape": "`lora_task_id` without its reshape: the backend gets [1] and extracts no scalar",
+    "tensor-optional": "a LoRA input that is not optional: who asks for the base is refused",
     # adapters on the wire
     "lora-pair": "`lora_config` without `lora_weights`",
     "lora-type": "`lora_weights` of another type than the engine: no adapter can be sent (B#403, B#671, T#2434)",
@@ -28,8 +32,11 @@ RULES: dict[str, str] = {
     "lora-columns": "`lora_config` with 3 columns in one model and 4 in another",
     "bundle-columns": "`lora_config` with 3 columns, and adapters on disk that have 4, or the other way round (B#750)",
     "bundle-type": "adapters on disk of another type than the engine: every request with one is refused (T#2434)",
+    "bundle-config": "adapters on disk whose `lora_config` is not int32 [1, rows, 3 or 4]",
+    "bundle-array": "adapters on disk with an array that cannot be read",
     "bundle-size": "adapters on disk above 2 GiB: no gRPC message can carry them (B#718)",
     "zero-task-id": "a warm-up that sends `lora_task_id` 0, which stock clients take for no adapter",
+    "warmup-file": "a warm-up whose file for `lora_task_id` is not there: the model does not load",
     # prefetch directories, which fail in silence
     "prefetch-bfloat16": "`lora_prefetch_dir` on a bfloat16 engine: the runtime cannot read such files",
     "prefetch-python": "`lora_prefetch_dir` with NVIDIA's python model, which reads it as a number",
@@ -52,6 +59,8 @@ RULES: dict[str, str] = {
     "cache-mirror": "cache parameters that differ in `lora_router`: the slot manager miscounts the engine's pages",
     # serving
     "batching-v1": "`gpt_model_type` V1, which does not feed LoRA tensors (B#511)",
+    "batching-type": "a `gpt_model_type` that the backend does not know",
+    "no-batch": "`tensorrt_llm` with `max_batch_size` 0: its tensors have no batch dimension",
     "not-decoupled": "(warned of) `tensorrt_llm` not decoupled: no streaming",
     "instances": "several instances of `tensorrt_llm`: each has a LoRA cache of its own, an adapter is in one of them",
     "router-instances": "several instances of `lora_router`: two slot managers for one engine",

@@ -14,13 +14,14 @@ Rules:
 
 from __future__ import annotations
 
+import difflib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trtllm_lora import EngineShape
+from trtllm_lora import ContractError, EngineShape
 from trtllm_lora.shape import read_json
 
 MODELS = ("preprocessing", "lora_router", "tensorrt_llm", "postprocessing", "ensemble")
@@ -37,8 +38,8 @@ _CACHE_PARAMETERS = (
 )
 
 
-class RepositoryError(Exception):
-    """The repository cannot be rendered; the message says why."""
+class RepositoryError(ContractError):
+    """The repository cannot be rendered; the message has one line for each reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +169,18 @@ def _fill(models: Mapping[str, Any], config: RepositoryConfig) -> None:
             **config.router,
         },
     }
-    problems = [
-        f"{name} has no parameter {key}"
-        for name, parameters in values.items()
-        for key in parameters
-        if key not in models[name].parameters
-    ]
+    problems = []
+    for name, parameters in values.items():
+        known = models[name].parameters
+        for key, value in parameters.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, list(known), n=1)
+                instead = f"write {near[0]}" if near else f"it has {', '.join(sorted(known))}"
+                problems.append(f"{name} has no parameter {key}; {instead}")
+            elif "${" in value:
+                problems.append(f"{name}: {key} is {value!r}, a placeholder; write its value")
     if problems:
-        raise RepositoryError("; ".join(sorted(problems)))
+        raise RepositoryError("\n".join(sorted(problems)))
     for name, parameters in values.items():
         for key, value in parameters.items():
             models[name].parameters[key].string_value = value

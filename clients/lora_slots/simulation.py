@@ -37,6 +37,7 @@ from lora_slots.traffic import Request
 WARM_UP = 0.2
 """Share of the requests that only fill the slots and are not counted."""
 HOLD_S = 1e15
+_QUIET = (Ticked, Touched)
 QUIET_S = 60.0
 """When nothing but touches went on for this long after the last idle adapter left, time jumps to what comes next."""
 
@@ -178,12 +179,14 @@ class _World:
                 self._handle(event, now)
 
     def _handle(self, event: Event, now: float) -> None:
-        if not isinstance(event, Ticked | Touched):
+        if not isinstance(event, _QUIET):
             self._stirred = now
         for effect in self.machine.handle(event, now):
-            if not isinstance(effect, Touch):
+            if isinstance(effect, Touch):  # most effects, when traffic is heavy
+                self._later(now + self.speeds.bind_s, Touched(effect.adapter))
+            else:
                 self._stirred = now
-            self._carry_out(effect, now)
+                self._carry_out(effect, now)
 
     def _carry_out(self, effect: Effect, now: float) -> None:
         counted = now >= self.counted_from
@@ -191,8 +194,6 @@ class _World:
             case Promote(adapter, tier):
                 self.seen.cold += counted and tier is Tier.SLOT
                 self._later(now + self._move_s(adapter, tier), Promoted(adapter, tier))
-            case Touch(adapter):
-                self._later(now + self.speeds.bind_s, Touched(adapter))
             case Grant(lease=lease, found_in=found_in, waited_s=waited_s):
                 number = int(lease)
                 self._later(now + self.requests[number].seconds, Released(lease))

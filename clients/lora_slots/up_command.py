@@ -88,7 +88,7 @@ def up(
     peft_source: Annotated[
         str | None,
         typer.Option(
-            help="Serve the adapters in this directory or s3://bucket/prefix, a folder each. [env: NIM_PEFT_SOURCE]"
+            help="Serve the adapters in this directory or s3://bucket/prefix, a folder each. (env: NIM_PEFT_SOURCE)"
         ),
     ] = None,
     peft_refresh_s: Annotated[
@@ -96,13 +96,13 @@ def up(
         typer.Option(
             callback=_finite,
             min=0.001,
-            help="Look for changes there so often; default: never. [env: NIM_PEFT_REFRESH_INTERVAL]",
+            help="Look for changes there so often; default: never. (env: NIM_PEFT_REFRESH_INTERVAL)",
         ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask the base and each adapter.")] = None,
     slots: Annotated[
         int | None,
-        typer.Option(min=1, help="Adapters in the engine's working set at most; default: 8. [env: NIM_MAX_GPU_LORAS]"),
+        typer.Option(min=1, help="Adapters in the engine's working set at most; default: 8. (env: NIM_MAX_GPU_LORAS)"),
     ] = None,
     idle_s: Annotated[
         float | None,

@@ -74,15 +74,16 @@ def build_engine(
         )
     if problems:
         raise UnsupportedModel("; ".join(problems))
+    raw = read_json(base_dir / CONFIG_FILE)
     shape = EngineShape.from_hf_config(
-        read_json(base_dir / CONFIG_FILE),
+        raw,
         dtype=dtype,
         lora_modules=lora_modules,
         max_lora_rank=max_lora_rank,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
     )
-    config = shape.to_engine_config()
+    config = shape.to_engine_config(raw["architectures"][0])
     config["build_config"]["max_num_tokens"] = max(256, max_batch_size)
     if not lora_modules:
         config["build_config"]["plugin_config"]["lora_plugin"] = None

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from reference_engine.errors import UnsupportedModel
+from trtllm_lora.architectures import REFERENCE as ARCHITECTURES
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 

@@ -5,17 +5,34 @@ Issue numbers are TensorRT-LLM's where no other project is named.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 
+from trtllm_lora.architectures import COMPILED, REFERENCE
 from trtllm_lora.profile_rule import Found, RuleTable, Values, on_gpu
-from trtllm_lora.releases import container_problem, version_problem
+from trtllm_lora.releases import container_problem, image_of, no_image_problem, version_problem
 
 TABLE = RuleTable()
 _REFUSED = {
     "fp8_rowwise": "LoRA is not supported on fp8_rowwise (#2603, #10320)",
     "smoothquant": "`lora is not supported on SmoothQuantAttention now` (#2604, #12703)",
 }
+
+
+@TABLE.rule(
+    "architecture",
+    "runtime",
+    "model.architecture",
+    says="an architecture that its runtime has",
+    why="the checkpoint conversion knows no other (`MODEL_MAP`)",
+)
+def _architecture(v: Values) -> Iterator[Found]:
+    found, known = v["model.architecture"], COMPILED if on_gpu(v) else REFERENCE
+    if found not in known:
+        engine = "TensorRT-LLM's engines" if on_gpu(v) else "the reference engine"
+        near = difflib.get_close_matches(found, known, n=1, cutoff=0.9) or [f"one of {', '.join(known)}"]
+        yield "model.architecture", f"{found[:80]!r} is no architecture of {engine}", f"write {near[0]}"
 
 
 @TABLE.rule(
@@ -38,24 +55,29 @@ def _version(v: Values) -> Iterator[Found]:
     why="an engine loads only in the version that built it, and from 26.08 on there is no engine backend",
 )
 def _container(v: Values) -> Iterator[Found]:
-    problem = container_problem(v["engine.container"], v["engine.tensorrt_llm"]) if v["engine.container"] else None
-    if problem:
-        yield "engine.container", *problem
+    container, version = v["engine.container"], v["engine.tensorrt_llm"]
+    for place, problem in (("container", container_problem), ("tensorrt_llm", lambda c, v: no_image_problem(v, c))):
+        if container and (found := problem(container, version)):
+            yield f"engine.{place}", *found
 
 
 @TABLE.rule(
     "container-missing",
+    "runtime",
     "engine.container",
+    "engine.tensorrt_llm",
     says="a container, for a compiled engine",
     why="an engine loads only in the version that built it",
 )
 def _container_missing(v: Values) -> Iterator[Found]:
     if on_gpu(v) and v["engine.container"] is None:
-        yield "engine", "container is missing: an engine loads only in the image that built it", "write container: …"
+        what = "container is missing: an engine loads only in the image that built it"
+        yield "engine", what, f"write container: {image_of(v['engine.tensorrt_llm'])}"
 
 
 @TABLE.rule(
     "revision",
+    "runtime",
     "model.revision",
     says="a commit as `revision`, for a compiled engine",
     why="branches and tags move, and adapters silently stop fitting",
@@ -82,15 +104,20 @@ def _quantisation(v: Values) -> Iterator[Found]:
 
 @TABLE.rule(
     "quantised-float32",
+    "runtime",
     "engine.quantization",
+    "engine.kv_cache_dtype",
     "engine.dtype",
-    says="no quantised weights with float32",
+    says="no quantised weights and no quantised KV cache with float32",
     why="there are no kernels for it",
 )
 def _quantised_float32(v: Values) -> Iterator[Found]:
-    if v["engine.quantization"] != "none" and v["engine.dtype"] == "float32":
-        what = f"{v['engine.quantization']} with float32 activations has no kernels"
-        yield "engine.dtype", what, "write float16 or bfloat16"
+    if v["engine.dtype"] != "float32" or not on_gpu(v):
+        return
+    for name, plain, of in (("quantization", "none", ""), ("kv_cache_dtype", "auto", " in the KV cache")):
+        if v[f"engine.{name}"] != plain:
+            what = f"{v[f'engine.{name}']}{of} with float32 activations has no kernels"
+            yield "engine.dtype", what, "write float16 or bfloat16"
 
 
 @TABLE.rule(
@@ -235,6 +262,7 @@ def _max_tokens(v: Values) -> Iterator[Found]:
 
 @TABLE.rule(
     "reference-ranks",
+    "runtime",
     "engine.tensor_parallel",
     "engine.pipeline_parallel",
     says="one rank, for the reference engine",
@@ -248,6 +276,7 @@ def _reference_ranks(v: Values) -> Iterator[Found]:
 
 @TABLE.rule(
     "reference-quantisation",
+    "runtime",
     "engine.quantization",
     "engine.kv_cache_dtype",
     says="no quantisation, for the reference engine",

@@ -21,6 +21,7 @@ from trtllm_lora.geometry import CacheGeometry
 from trtllm_lora.modules import MODULES, dims, local_dims
 from trtllm_lora.shape import ITEM_BYTES, EngineShape
 
+USUAL_COUNT = 100
 Rows = npt.NDArray[np.int64]
 """`lora_config` of one adapter: [rows, 4] of (module id, layer, rank, is_dora)."""
 
@@ -180,6 +181,11 @@ def group_of_rank(count: int, rank: int, shape: EngineShape, modules: Sequence[s
     # in the order in which our converter writes them: by layer, then module id
     rows = np.array([(module, layer, rank) for layer in range(shape.num_layers) for module in ids])
     return group_of_rows(count, rows, shape)
+
+
+def usual_fleet(shape: EngineShape, slots: int) -> str:
+    """The adapters that are planned for where nobody says which, in words: what a profile allows at worst."""
+    return f"{max(USUAL_COUNT, slots)}x{shape.max_lora_rank}"
 
 
 def parse_fleet(text: str, shape: EngineShape) -> Fleet:

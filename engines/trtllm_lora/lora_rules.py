@@ -1,4 +1,4 @@
-"""Rules of a profile about adapters: modules, ranks, types and the LoRA cache.
+"""Rules of a profile about adapters: modules, ranks and types.
 
 Issue numbers are TensorRT-LLM's where no other project is named.
 """
@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Any
 
-from trtllm_lora.errors import ContractError
-from trtllm_lora.geometry import CacheGeometry, ceil_div
-from trtllm_lora.modules import LLAMA_MODULES, MODULES, local_dims
-from trtllm_lora.profile import Engine, Lora, Model, shape_of
+from trtllm_lora.geometry import ceil_div
+from trtllm_lora.modules import LLAMA_MODULES, MODULES
 from trtllm_lora.profile_rule import Found, RuleTable, Values
-from trtllm_lora.shape import EngineShape
 
 HF_NAMES = {
     "qkv_proj": "attn_qkv",
@@ -217,64 +213,3 @@ def _rank_multiple(v: Values) -> Iterator[Found]:
     if v["lora.max_rank"] % 8:
         up = ceil_div(v["lora.max_rank"], 8) * 8
         yield "lora.max_rank", "ranks that are no multiple of 8 broke a kernel in mixed batches (#3684)", f"write {up}"
-
-
-_CACHE = ("lora.max_rank", "serving.lora_max_rank", "serving.lora_optimal_rank", "serving.lora_host_memory")
-
-
-@TABLE.rule(
-    "cache-rank",
-    *_CACHE,
-    says="`serving.lora_max_rank` ≥ `lora.max_rank`",
-    why="requests are checked by the one, pages are sized by the other: a larger row is written past its page "
-    "(`peftCacheManager.cpp`)",
-)
-def _cache_rank(v: Values) -> Iterator[Found]:
-    rank, largest, shape = v["lora.max_rank"], v["serving.lora_max_rank"], _shape(v)
-    if shape is None or largest is None or largest >= rank:
-        return
-    geometry = CacheGeometry.of(shape, optimal_rank=v["serving.lora_optimal_rank"], max_rank=largest)
-    widest = max(shape.lora_modules, key=lambda name: sum(local_dims(name, shape)))
-    slots = ceil_div(rank * sum(local_dims(widest, shape)), geometry.page_width)
-    over = ", and is written past its page" if slots > geometry.slots_per_page else ""
-    yield (
-        "serving.lora_max_rank",
-        f"{largest} is below lora.max_rank {rank}: the engine accepts rank {rank}, whose row of {widest} takes "
-        f"{slots} slots of {geometry.page_width} values while a page has {geometry.slots_per_page}{over}",
-        f"write {rank}",
-    )
-
-
-@TABLE.rule(
-    "cache-memory",
-    *_CACHE,
-    says="`lora_host_memory` holds one adapter of the largest size",
-    why="with less the engine does not start",
-)
-def _cache_memory(v: Values) -> Iterator[Found]:
-    shape = _shape(v)
-    if shape is None:
-        return
-    largest = v["lora.max_rank"] if v["serving.lora_max_rank"] is None else v["serving.lora_max_rank"]
-    geometry = CacheGeometry.of(shape, optimal_rank=v["serving.lora_optimal_rank"], max_rank=largest)
-    try:
-        geometry.num_pages(v["serving.lora_host_memory"])
-    except ContractError as error:
-        need = ceil_div(geometry.min_slots * geometry.slot_bytes, 2**20)
-        yield "serving.lora_host_memory", f"the engine would not start: {error}", f"write at least {need}MiB"
-
-
-def _shape(v: Values) -> EngineShape | None:
-    """The engine shape, if everything it needs is right."""
-    sections: dict[str, dict[str, Any]] = {"model": {}, "engine": {}, "lora": {}}
-    for place, value in v.items():
-        section, _, name = place.partition(".")
-        if section in sections:
-            sections[section][name] = value
-    try:
-        shape = shape_of(Model(**sections["model"]), Engine(**sections["engine"]), Lora(**sections["lora"]))
-    except ValueError:  # pydantic's: something is missing
-        return None
-    except ContractError:  # unknown modules: told by their own rule
-        return None
-    return shape if shape.lora_enabled else None

@@ -16,6 +16,7 @@ from trtllm_lora.fleet import Fleet, cached_bytes, group_of_rank
 from trtllm_lora.geometry import CacheGeometry, ceil_div
 from trtllm_lora.memory import RUNTIME_BYTES, TOKENS_PER_BLOCK, EngineMemory, engine_memory
 from trtllm_lora.profile import EngineProfile
+from trtllm_lora.serving_rules import LEAST_LEFT
 
 HEADROOM = 0.05
 """Share of the free memory left alone: fragmentation and what the assumptions missed."""
@@ -237,7 +238,7 @@ def _warnings(plan: Plan, wish: Wish, free: int) -> Iterator[str]:
             f"the device cache has {plan.device_pages} pages, {plan.slots} adapters need {plan.pages_needed}: requests "
             "wait, although their adapter is in a slot; raise lora_gpu_fraction"
         )
-    if plan.headroom_bytes < 0.02 * free:
+    if plan.headroom_bytes < LEAST_LEFT * free:
         yield f"only {_gib(max(0, plan.headroom_bytes))} are left for fragmentation; lower kv_cache_fraction"
     if wish.pinned >= plan.slots and wish.fleet.count > plan.slots:
         yield f"{wish.pinned} pinned adapters fill all {plan.slots} slots: the others can never be served"

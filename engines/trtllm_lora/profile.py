@@ -74,7 +74,9 @@ class Model(_Section):
 
     id: Annotated[str, Field(min_length=1, description="Hugging Face id, such as meta-llama/Llama-3.1-8B-Instruct")]
     revision: Annotated[str, Field(min_length=1, description="commit of the model's repository, 40 hexadecimal digits")]
-    tokenizer: Annotated[str | None, Field(description="id or directory of the tokenizer; default: the model's")] = None
+    tokenizer: Annotated[
+        str | None, Field(description="directory of the tokenizer, relative to the profile; default: the model's own")
+    ] = None
     architecture: Annotated[str, Field(description="`architectures[0]` of its config.json")]
     hidden_size: Positive
     intermediate_size: Positive
@@ -228,7 +230,7 @@ def check_profile(path: Path) -> tuple[EngineProfile | None, list[Problem]]:
     except ValidationError as error:
         problems += [_field_problem(document, details) for details in error.errors()]
     wrong = {problem.where for problem in problems}
-    problems += rule_problems(document, _good_values(document.data, wrong))
+    problems += rule_problems(document, _good_values(document.data, wrong, path.parent))
     problems.sort(key=lambda problem: problem.line)
     return (None if any(not problem.warning for problem in problems) else profile), problems
 
@@ -238,9 +240,11 @@ def schema() -> dict[str, Any]:
     return EngineProfile.model_json_schema(by_alias=True)
 
 
-def _good_values(data: Any, wrong: set[str]) -> dict[str, Any]:
+def _good_values(data: Any, wrong: set[str], folder: Path) -> dict[str, Any]:
     """Dotted name -> value of every field that is right by itself, defaults included: what rules can be held to."""
-    values: dict[str, Any] = {"runtime": data.get("runtime", "tensorrt_llm")}
+    values: dict[str, Any] = {"folder": str(folder)}
+    if "runtime" not in wrong:  # else every rule of either runtime would guess
+        values["runtime"] = data.get("runtime", "tensorrt_llm")
     for section, cls in SECTIONS.items():
         given = data.get(section, {})
         given = given if isinstance(given, dict) else {}
@@ -262,12 +266,26 @@ def _field_problem(document: Document, details: Any) -> Problem:
     if kind == "missing":
         return document.problem(where, "is missing")
     if kind == "extra_forbidden":
-        near = difflib.get_close_matches(str(where[-1]), list(_known(where[:-1])), n=1)
-        return document.problem(where, "no such key", f"write {near[0]}" if near else "")
+        return document.problem(where, "no such key", _instead(where))
+    if kind == "string_type" and found is not None and not isinstance(found, dict | list):
+        return document.problem(
+            where, f"{str(found)[:40]} was read as {type(found).__name__}, not as text", "write it in quotes"
+        )
     what = details["msg"].removeprefix("Value error, ")
     if kind == "string_pattern_mismatch":
         what = "lower-case letters, digits, dots and hyphens are expected, 63 at most"
     return document.problem(where, what if kind == "value_error" else f"{_lower(what)}, found {found!r}")
+
+
+def _instead(where: Where) -> str:
+    """What may be meant by a key that is not known: the same of another section, or one nearly named so."""
+    key = str(where[-1])
+    for section, cls in SECTIONS.items():
+        for name in cls.model_fields:
+            if section != where[0] and key in (name, f"{section}_{name}"):
+                return f"write {name} under {section}:"
+    near = difflib.get_close_matches(key, list(_known(where[:-1])), n=1, cutoff=0.7)
+    return f"write {near[0]}" if near else f"known are {', '.join(_known(where[:-1]))}"
 
 
 def _lower(text: str) -> str:

@@ -28,14 +28,15 @@ IMAGES: dict[str, str] = {
 """NGC release -> TensorRT-LLM version in `tritonserver:<release>-trtllm-python-py3`."""
 
 FIRST_IMAGE_WITHOUT_ENGINES = (26, 8)
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(\.\d{1,4})?((\.?(a|b|rc|post|dev))\d{1,9}){0,3}(\+[A-Za-z0-9.]{1,40})?")
 _IMAGE = re.compile(r"(?:.*tritonserver:)?(\d\d)\.(\d\d)-trtllm-python-py3$")
 
 
 def version_problem(version: str) -> tuple[str, str] | None:
     """(what is wrong, what to write) about an engine version; None if it has engines and fits the templates."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
+    numbers = _VERSION.fullmatch(version)
     if not numbers:
-        return f"{version!r} is not a version", "write 1.2.1"
+        return f"{version!r:.60} is not a version", "write 1.2.1"
     line = (int(numbers[1]), int(numbers[2]))
     if line > LAST_WITH_ENGINES:
         return (
@@ -52,25 +53,42 @@ def version_problem(version: str) -> tuple[str, str] | None:
     return None
 
 
+def image_of(version: str) -> str:
+    """The newest NGC image that carries a TensorRT-LLM version; the last one with engines where none does."""
+    release = next((image for image, has in IMAGES.items() if has == version), next(iter(IMAGES)))
+    return f"tritonserver:{release}-trtllm-python-py3"
+
+
 def container_problem(container: str, version: str) -> tuple[str, str] | None:
-    """(what is wrong, what to write) about an NGC image for an engine version; None if they belong together."""
+    """(what is wrong, what to write) about an NGC image for an engine version; None if they belong together.
+
+    Of a version that is itself wrong, or that no image carries, nothing is said here (`no_image_problem`).
+    """
     tag = _IMAGE.match(container)
-    right = next((f"{image}-trtllm-python-py3" for image, has in IMAGES.items() if has == version), None)
-    instead = f"write tritonserver:{right}" if right else "write tritonserver:26.07-trtllm-python-py3"
+    instead = f"write {image_of(version)}"
     if not tag:
         return f"{container!r} is not an image tritonserver:<yy.mm>-trtllm-python-py3", instead
     if (int(tag[1]), int(tag[2])) >= FIRST_IMAGE_WITHOUT_ENGINES:
         return (
             f"NGC {tag[1]}.{tag[2]} has no TensorRT-LLM with engines (the last one is 26.07, with 1.2.1)",
-            "write tritonserver:26.07-trtllm-python-py3",
+            f"write {image_of('')}",
         )
     has = IMAGES.get(f"{tag[1]}.{tag[2]}")
     if has is None:
         return f"NGC {tag[1]}.{tag[2]} is older than the releases this program knows", instead
-    if has != version:
+    if has != version and version in IMAGES.values():
         return (
             f"NGC {tag[1]}.{tag[2]} carries TensorRT-LLM {has}, the profile says {version}; an engine loads only in "
             "the version that built it",
-            instead,
+            f"{instead}, or tensorrt_llm: {has}",
         )
     return None
+
+
+def no_image_problem(version: str, container: str) -> tuple[str, str] | None:
+    """(what is wrong, what to write) about a version of the right line that no NGC image carries."""
+    if version_problem(version) or version in IMAGES.values():
+        return None
+    tag = _IMAGE.match(container)
+    has = IMAGES.get(f"{tag[1]}.{tag[2]}" if tag else "", next(iter(IMAGES.values())))
+    return f"no NGC image that this program knows carries TensorRT-LLM {version}", f"write {has}"

@@ -171,12 +171,12 @@ class EngineShape:
             max_seq_len=max_seq_len,
         )
 
-    def to_engine_config(self) -> dict[str, Any]:
+    def to_engine_config(self, architecture: str = "LlamaForCausalLM") -> dict[str, Any]:
         """The `config.json` of an engine of this shape, with the keys the C++ runtime reads."""
         return {
             "version": self.version,
             "pretrained_config": {
-                "architecture": "LlamaForCausalLM",
+                "architecture": architecture,
                 "dtype": self.dtype,
                 "logits_dtype": "float32",
                 "vocab_size": self.vocab_size,

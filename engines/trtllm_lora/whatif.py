@@ -78,7 +78,10 @@ def _context(wish: Wish, value: str) -> Wish:
 
 
 def _gpu(wish: Wish, value: str) -> Wish:
-    return replace(wish, gpu_bytes=_whole(str(parse_bytes(value))))
+    size = _whole(str(parse_bytes(value)))
+    if size < 2**20:
+        raise ValueError(f"that is {size} bytes, and no GPU: write the unit, such as {value}GiB")
+    return replace(wish, gpu_bytes=size)
 
 
 def _whole(value: str) -> int:

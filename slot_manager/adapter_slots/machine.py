@@ -228,12 +228,12 @@ class SlotMachine(Timer):
                 self._touch(adapter, now)
 
     def _advance(self, now: float) -> None:
-        binding = any(a.moving is Tier.SLOT for a in self._in_slot.values())
-        blocked = False
-        moves = sum(a.moving is not None for d in self._wanted if (a := self.adapters[d]))
-        others_want = False
-        for digest, since in list(self._wanted.items()):
-            adapter = self.adapters[digest]
+        binding = self._binding
+        blocked = others_want = False
+        wanted = [(self.adapters[digest], since) for digest, since in self._wanted.items()]
+        moves = sum(adapter.moving is not None for adapter, _ in wanted)
+        self._host_full.clear()
+        for adapter, since in wanted:
             others_want |= adapter.tier is not Tier.SLOT
             if adapter.moving is not None or now < adapter.retry_at:
                 continue
@@ -252,12 +252,15 @@ class SlotMachine(Timer):
             self._begin(adapter, Tier.DISK, now)
             return True
         short_bytes = self._host_bytes + adapter.num_bytes - self.config.host_bytes
-        ready = self._make_room_in_host(adapter, short_bytes, now)
+        full = self._host_full.get(adapter.pool)
+        ready = (full is None or short_bytes < full) and self._make_room_in_host(adapter, short_bytes, now)
         if ready:
             self._enter_host(adapter, now)
-        elif now - since >= self.config.max_wait_s:
+            return True
+        self._host_full[adapter.pool] = min(short_bytes, full or short_bytes)
+        if now - since >= self.config.max_wait_s:
             self._drain_one(adapter, now)
-        return ready
+        return False
 
     def _make_room_in_host(self, adapter: Adapter, short_bytes: int, now: float) -> bool:
         room = room_in_host(adapter, short_bytes, self._in_host.values(), self._view(now))
@@ -278,6 +281,7 @@ class SlotMachine(Timer):
             for victim in room.evict:
                 self._leave_slot(victim, Reason.BIND, now)
             self._enter_slot(adapter, now)
+            self._host_full.clear()
         elif not room.touch and now - since >= self.config.max_wait_s:
             self._drain_one(adapter, now)
         return room.ready
@@ -293,6 +297,7 @@ class SlotMachine(Timer):
         )
         if victim is not None:
             victim.draining = True
+            self._host_full.clear()
             victim.tell(now, f"drains: {waiter.name} waited long enough")
 
     def _stop_draining(self, now: float) -> None:

@@ -49,7 +49,8 @@ class Pools:
 
     def has_reserved(self, pool: str | None, used: Iterable[str | None]) -> bool:
         """Whether a slot reserved for `pool` is unused."""
-        return sum(name == pool for name in used) < self._of(pool).reserved
+        reserved = self._of(pool).reserved
+        return reserved > 0 and sum(name == pool for name in used) < reserved
 
     def yields(self, victim: str | None, pool: str | None, used: Iterable[str | None]) -> bool:
         """Whether the slot of an adapter of `victim` may go to one of `pool`."""

@@ -57,17 +57,17 @@ def room_in_host(adapter: Adapter, short_bytes: int, in_host: Collection[Adapter
 def room_in_slots(adapter: Adapter, view: SlotView) -> Room:
     """A slot and `adapter.pages` in the engine's cache, so that the engine drops none but evicted adapters."""
     evict: list[Adapter] = []
-    live = {id(a): a for a in view.in_slot}
-    while not _fits(adapter, live.values(), view.config):
-        victim = slot_victim(adapter, live.values(), view)
+    live = list(view.in_slot)
+    while not _fits(adapter, live, view.config):
+        victim = slot_victim(adapter, live, view)
         if victim is None:
             return Room(ready=False)
         evict.append(victim)
-        del live[id(victim)]
+        live.remove(victim)
     victims = view.mirror.victims(0 if adapter.task_id in view.mirror else adapter.pages)
     if victims is None:
         return Room(ready=False)
-    touch = _suspects(victims, live.values(), view)
+    touch = _suspects(victims, live, view)
     if touch:
         # nothing leaves its slot before the room is certain
         return Room(ready=False, touch=touch)
@@ -116,12 +116,14 @@ def why_waiting(adapter: Adapter, in_slot: Collection[Adapter], config: MachineC
 def slot_victim(adapter: Adapter, live: Collection[Adapter], view: SlotView) -> Adapter | None:
     """Whom of the live adapters the policy would evict for `adapter`; None if nobody may go."""
     pools, used = view.config.pools, [a.pool for a in live]
+    now, pool, residency_s = view.now, adapter.pool, view.config.min_residency_s
     return view.policy.victim(
         a
         for a in live
-        if not a.held
-        and view.now - a.bound_at >= view.config.min_residency_s
-        and pools.yields(a.pool, adapter.pool, used)
+        if not a.leases  # the usual reason to be held, and cheap
+        and not a.held
+        and now - a.bound_at >= residency_s
+        and (a.pool == pool or pools.yields(a.pool, pool, used))
     )
 
 
@@ -129,7 +131,7 @@ def _fits(adapter: Adapter, live: Collection[Adapter], config: MachineConfig) ->
     return (
         len(live) < config.num_slots
         and _pages(live) + adapter.pages <= config.cache_pages
-        and config.pools.admits(adapter.pool, (a.pool for a in live), config.num_slots)
+        and (not config.pools.by_name or config.pools.admits(adapter.pool, (a.pool for a in live), config.num_slots))
     )
 
 
@@ -151,15 +153,16 @@ def _suspects(victims: tuple[int, ...], live: Collection[Adapter], view: SlotVie
     live_tasks = {a.task_id for a in live}
     retired = [view.by_task[task].done_at for task in victims if task in view.by_task and task not in live_tasks]
     newest = max(retired, default=NEVER)
+    now, unsure_at, recent = view.now, view.unsure_at, view.now - newest < margin
     return tuple(
         a
         for a in live
         if a.moving is None
-        and (not a.leases or view.now - max(a.leased_since, newest) < margin)
+        and (recent or not a.leases or now - a.leased_since < margin)
         and (
             (a.touching and bool(victims))
             or a.task_id in victims
             or (a.done_at <= newest + margin and a.touched_at < newest)
-            or (a.done_at <= view.unsure_at + margin and a.touched_at < view.unsure_at)
+            or (a.done_at <= unsure_at + margin and a.touched_at < unsure_at)
         )
     )

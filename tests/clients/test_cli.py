@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from lora_slots.cli import COMMANDS as COMMANDS_ALONE
 from lora_slots.cli import application
 from lora_slots.convert_command import parser as convert_parser
 
@@ -55,6 +58,43 @@ def test_every_command_explains_itself(name: str) -> None:
         return
     assert REFERENCE.examples(command.help), "no example"
     assert [param.name for param in command.params if not param.help and param.name != "help"] == []
+
+
+def test_one_command_alone_is_the_same() -> None:
+    """What starts alone, to start sooner, is what all together have under its name."""
+    whole: Any = typer.main.get_command(application())
+    assert {*whole.commands} == {*COMMANDS_ALONE, "merge-advice"}
+    for word in COMMANDS_ALONE:
+        alone: Any = typer.main.get_command(application(word))
+        assert word in alone.commands
+        assert set(alone.commands) <= {word, "merge-advice"}
+    unknown: Any = typer.main.get_command(application("nonsense"))
+    assert list(unknown.commands) == list(whole.commands)
+
+
+def test_a_command_starts_without_what_others_need() -> None:
+    """`engine check` imports no numpy, no client of Triton and no other command."""
+    profile = ROOT / "engines" / "profiles" / "smollm2-135m.yaml"
+    program = f"""
+import sys
+from lora_slots.cli import main
+sys.argv = ["lora-slots", "engine", "check", {str(profile)!r}]
+try:
+    main()
+finally:
+    others = {{"numpy", "tritonclient", "boto3", "lora_slots.up_command", "lora_slots.plan_command"}}
+    print(sorted(others & {{*sys.modules}}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["1 profiles are good", "[]"]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_nothing_in_a_help_is_taken_for_markup(name: str) -> None:
+    """rich swallows `[merge]` as a tag of its own, and whoever installs by the help gets half of it."""
+    command = COMMANDS[name]
+    texts = [command.help or "", *(param.help or "" for param in command.params)]
+    assert [text for text in texts if re.search(r"(?<!\\)\[[a-z#/@][^\[]*\]", text)] == []
 
 
 def test_commands_that_print_facts_have_json() -> None:

@@ -13,6 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from adapter_slots import room
 from adapter_slots.events import Event
 from adapter_slots.machine import SlotMachine
 from adapter_slots.records import MachineConfig
@@ -22,7 +23,7 @@ from lora_slots.fleet_source import from_bundles, from_registry
 from lora_slots.refusals import Refused
 from lora_slots.simulation import Kind, forecast
 from lora_slots.traffic import Request, ZipfGuess, read_log
-from trtllm_lora.fleet import Fleet
+from trtllm_lora.fleet import Fleet, usual_fleet
 from trtllm_lora.profile import load_profile
 
 PROFILES = Path(__file__).parents[2] / "engines" / "profiles"
@@ -83,6 +84,15 @@ def test_ten_thousand_adapters() -> None:
         (("--gpu", "12GiB"), "raise tensor_parallel"),
         (("--log", "/nowhere.jsonl"), "No such file"),
         (("--plot", "plan.gif"), "ends in .svg or .png"),
+        (("--plot", "/nowhere/plan.svg"), "/nowhere is no folder; make it first"),
+        (("--gpu", "80"), "--gpu 80: that is 80 bytes, and no GPU; write the unit, such as --gpu 80GiB"),
+        (("--gpu", ""), "--gpu: '' is not a size"),
+        (("--what-if", "gpu=80"), "no GPU: write the unit, such as 80GiB"),
+        (("--zipf", "nan"), "--zipf nan: write a number of at least 0"),
+        (("--zipf", "-1"), "--zipf -1.0: write a number of at least 0"),
+        (("--rate", "inf"), "--rate inf: write a number of at least 0.001"),
+        (("--seconds", "nan"), "--seconds nan: write a number"),
+        (("--latency-goal-ms", "nan"), "--latency-goal-ms nan: write a number"),
     ],
 )
 def test_bad_input_ends_with_2_and_a_reason(words: tuple[str, ...], says: str) -> None:
@@ -111,6 +121,14 @@ def test_defaults_fit_the_engine(tmp_path: Path) -> None:
     assert (data["adapters"]["ranks"], data["kv"]["context"]) == ([8], 512)
 
 
+def test_plan_and_render_plan_for_the_same_adapters() -> None:
+    """Where nobody says which adapters come: as many as the slots, or 100, of the largest rank that is taken."""
+    shape = load_profile(Path(LLAMA)).shape()
+    assert (usual_fleet(shape, 32), usual_fleet(shape, 200)) == ("100x64", "200x64")
+    data = json.loads(run("plan", LLAMA, "--json").stdout)
+    assert (data["adapters"]["count"], data["adapters"]["ranks"]) == (100, [64])
+
+
 def test_a_bad_profile_tells_every_problem(tmp_path: Path) -> None:
     """All problems of a profile, each with file:line, and exit code 2, from every command that takes one."""
     file = tmp_path / "bad.yaml"
@@ -130,6 +148,7 @@ def test_dry_run_prints_the_commands_of_every_profile(tmp_path: Path) -> None:
         if load_profile(file).runtime == "tensorrt_llm":
             output = run("engine", "build", str(file), "--dry-run", "--cache", str(tmp_path)).output
             assert "trtllm-build --checkpoint_dir" in output
+            assert "\npython3 -m trtllm_lora.pipeline.checkpoint" in output  # the image's, not this machine's
             assert not list(tmp_path.iterdir())
 
 
@@ -262,6 +281,29 @@ def test_a_quiet_night_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forecast(config, {"a": KIND, "b": KIND}, long).refused == 0
 
 
+def test_who_waits_for_the_same_room_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where HOST is full of busy adapters, sixty that wait for it make one search of an event, not sixty."""
+    searches, events = list[int](), list[Event]()
+    search, handle = room.room_in_host, SlotMachine.handle
+
+    def counted(*words: Any) -> room.Room:
+        searches.append(1)
+        return search(*words)
+
+    def heard(self: SlotMachine, event: Event, now: float) -> Any:
+        events.append(event)
+        return handle(self, event, now)
+
+    monkeypatch.setattr("adapter_slots.machine.room_in_host", counted)
+    monkeypatch.setattr(SlotMachine, "handle", heard)
+    names = [f"a{i}" for i in range(64)]
+    config = MachineConfig(num_slots=2, cache_pages=64, host_bytes=4 * KIND.num_bytes)
+    asked = [Request(i * 0.01, name, 20.0) for i, name in enumerate(names)]
+    found = forecast(config, dict.fromkeys(names, KIND), asked)
+    assert found.refused > 40
+    assert len(searches) < 1.5 * len(events)
+
+
 def test_a_pinned_adapter_always_hits() -> None:
     """With two slots, one of them pinned, the pinned adapter hits and the two others take turns."""
     kinds = {"a": KIND, "b": KIND, "c": KIND}
@@ -332,6 +374,14 @@ def test_merge_advice_needs_all_three_reasons() -> None:
     assert burst.merge is False
     assert "not permanent" in burst.why
     assert advise([]) == []
+
+
+def test_advice_wants_a_goal_that_is_a_number(tmp_path: Path) -> None:
+    """A goal of nan would be missed by everybody and met by everybody."""
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"time": 0, "adapter": "a"}')
+    told = run("merge-advice", str(file), "--latency-goal-ms", "nan", code=2).stderr
+    assert told == "--latency-goal-ms nan: write a number of milliseconds\n"
 
 
 def test_the_plan_of_a_log_carries_advice(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from lora_slots.base_model.tiny import make_tiny_llama
 from trtllm_lora import BundleFacts, EngineShape, open_bundle, write_bundle
 from trtllm_lora.pipeline import Runner, plan_tensorrt_llm
 from trtllm_lora.pipeline.manifest import MANIFEST_FILE
+from trtllm_lora.pipeline.steps import PIPELINE
 from trtllm_lora.profile import load_profile
 
 PROFILES = Path(__file__).parents[2] / "engines" / "profiles"
@@ -213,3 +214,24 @@ def test_which_engines_have_to_be_built(tmp_path: Path) -> None:
     assert "no such commit" in run("engine", "changed", files["same"], "--since", "v9", code=2).stderr
     reference = str(PROFILES / "smollm2-135m.yaml")
     assert "no engine" in run("engine", "changed", reference, "--since", "").stdout  # it is built where it is served
+
+
+def test_a_raised_pipeline_builds_all_engines(tmp_path: Path) -> None:
+    """Code that makes other engines has to raise PIPELINE: then all are built; code that changed without it is told."""
+    git = ("git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(tmp_path))
+    code, profile = tmp_path / "engines" / "trtllm_lora" / "pipeline" / "steps.py", profile_of(tmp_path / "p.yaml")
+    code.parent.mkdir(parents=True)
+    code.write_text(f"PIPELINE = {PIPELINE}\n")
+    subprocess.run((*git, "init", "-q"), check=True)
+    subprocess.run((*git, "add", "."), check=True)
+    subprocess.run((*git, "commit", "-q", "-m", "first"), check=True)
+    same = run("engine", "changed", profile, "--since", "HEAD")
+    assert ("no engine has to be built" in same.stdout, same.stderr) == (True, "")
+    code.write_text(f"PIPELINE = {PIPELINE}\nelse_ = 1\n")
+    told = run("engine", "changed", profile, "--since", "HEAD")
+    assert "no engine has to be built" in told.stdout
+    assert "the pipeline's code changed since HEAD, and PIPELINE" in told.stderr
+    code.write_text(f"PIPELINE = {PIPELINE - 1}\n")
+    subprocess.run((*git, "commit", "-qam", "before it was raised"), check=True)
+    code.write_text(f"PIPELINE = {PIPELINE}\n")
+    assert run("engine", "changed", profile, "--since", "HEAD").stdout.strip() == str(profile)

@@ -196,6 +196,36 @@ def warm_up_with_zeros(config: Any) -> None:
     warmup.inputs["lora_task_id"].zero_data = True
 
 
+def warm_up_with_file(content: bytes | None) -> Change:
+    """A warm-up request whose task id is in a file, which is not there if it has no content."""
+
+    def declare(config: Any) -> None:
+        warm_up_with_zeros(config)
+        config.model_warmup[0].inputs["lora_task_id"].input_data_file = "id"
+
+    def change(root: Path) -> None:
+        configure("tensorrt_llm", declare)(root)
+        if content is not None:
+            (root / "tensorrt_llm" / "warmup").mkdir()
+            (root / "tensorrt_llm" / "warmup" / "id").write_bytes(content)
+
+    return change
+
+
+def remove(model: str) -> Change:
+    """A model gone."""
+    return lambda root: shutil.rmtree(root / model)
+
+
+def no_parameter(model: str, key: str) -> Change:
+    """A parameter gone."""
+
+    def change(config: Any) -> None:
+        del config.parameters[key]
+
+    return configure(model, change)
+
+
 def errors(findings: list[Finding]) -> list[Finding]:
     """Without warnings."""
     return [finding for finding in findings if not finding.warning]
@@ -233,16 +263,23 @@ def test_no_tensor_of_the_stock_templates_is_missing(tmp_path: Path) -> None:
     assert (file.parent / "1").is_dir()
 
 
-def adapter(folder: Path, columns: int = 3, dtype: str = "<f2") -> None:
+def adapter(folder: Path, columns: int = 3, dtype: str = "<f2", ids: Any = np.int32) -> None:
     """The two arrays of an adapter."""
     folder.mkdir(parents=True)
-    np.save(folder / "model.lora_config.npy", np.zeros((1, 2, columns), np.int32))
+    np.save(folder / "model.lora_config.npy", np.zeros((1, 2, columns), ids))
     np.save(folder / "model.lora_weights.npy", np.zeros((1, 2, 8), dtype))
 
 
-def bundle(name: str = "abc", **more: Any) -> Change:
-    """An adapter in the bundles beside the registry, which the slot manager will send."""
-    return lambda root: adapter(root.parent / "bundles" / name, **more)
+def bundle(name: str = "abc", *, spoil: str = "", **more: Any) -> Change:
+    """An adapter in the bundles beside the registry, which the slot manager will send; `spoil` names a broken array."""
+
+    def change(root: Path) -> None:
+        folder = root.parent / "bundles" / name
+        adapter(folder, **more)
+        if spoil:
+            (folder / spoil).write_bytes(b"no array")
+
+    return change
 
 
 def prefetch(name: str = "7", *, files: bool = True, spoil: str = "", **more: Any) -> Change:
@@ -377,6 +414,63 @@ CASES = [
         configure("tensorrt_llm", lambda c: setattr(c, "name", "llm")),
         "is named llm",
         "write tensorrt_llm",
+    ),
+    wrong(
+        "not-a-config",
+        both(lambda root: (root / TENSORRT_LLM).unlink(), lambda root: (root / TENSORRT_LLM).mkdir()),
+        "cannot be read: Is a directory",
+        "make it a file",
+    ),
+    wrong("backend", edit(TENSORRT_LLM, '"tensorrtllm"', '"tensortllm"'), "no backend tensortllm", "write tensorrtllm"),
+    wrong("backend", edit(TENSORRT_LLM, '"tensorrtllm"', '"onnxruntime"'), "no backend onnx", "write tensorrtllm"),
+    wrong("backend", edit(TENSORRT_LLM, '"tensorrtllm"', '""'), "has no backend", 'backend: "tensorrtllm"'),
+    wrong(
+        "backend",
+        configure("preprocessing", lambda c: setattr(c, "backend", "pyton")),
+        "no backend pyton",
+        "write python",
+        "preprocessing",
+    ),
+    wrong("parameter-missing", no_parameter("tensorrt_llm", "gpt_model_path"), "gpt_model_path is missing", "add the"),
+    *(
+        wrong("parameter-missing", no_parameter(model, key), f"{key} is missing, without which", "add the", model)
+        for model, key in (
+            ("preprocessing", "tokenizer_dir"),
+            ("postprocessing", "tokenizer_dir"),
+            ("lora_router", "registry"),
+            ("lora_router", "engine_dir"),
+            ("lora_router", "engine_url"),
+        )
+    ),
+    wrong("no-ensemble", remove("ensemble"), "no ensemble", "render one", ""),
+    wrong(
+        "no-ensemble",
+        both(*(remove(name) for name in ("ensemble", "preprocessing", "postprocessing"))),
+        "can only send token ids",
+        "render one",
+        "",
+        warning=True,
+    ),
+    wrong("tensor-optional", tensor("lora_weights", optional=False), "lora_weights is not optional", "optional: true"),
+    wrong("tensor-optional", tensor("lora_task_id", optional=False), "lora_task_id is not", "optional: true"),
+    wrong("bundle-config", bundle(ids=np.int64, dtype="V2"), "abc: lora_config is int64 [1, 2, 3]", "has to be int32"),
+    wrong("bundle-array", bundle(dtype="V2", spoil="model.lora_weights.npy"), "abc: model.lora_weights.npy", "again"),
+    wrong("bundle-array", bundle(dtype="V2", spoil="model.lora_config.npy"), "abc: model.lora_config.npy", "again"),
+    wrong("zero-task-id", warm_up_with_file(bytes(8)), "lora_task_id 0", "input_data_file"),
+    wrong("warmup-file", warm_up_with_file(None), "has no file", "8 bytes"),
+    wrong("batching-type", parameter("tensorrt_llm", "gpt_model_type", "junk"), "'junk' is none of", "inflight_fused"),
+    wrong(
+        "no-batch",
+        edit(TENSORRT_LLM, "max_batch_size: 64", "max_batch_size: 0"),
+        "max_batch_size 0",
+        "write 64, as the",
+    ),
+    wrong(
+        "placeholder-default",
+        parameter("tensorrt_llm", "kv_cache_free_gpu_mem_fraction", "${kv}"),
+        "kv_cache_free_gpu_mem_fraction is not filled, so its default 0.9",
+        "fill it; `lora-slots plan` says with what",
+        warning=True,
     ),
     wrong("no-version", lambda root: (root / "tensorrt_llm" / "1").rmdir(), "no version folder", "make a folder 1"),
     wrong(
@@ -556,7 +650,7 @@ def test_what_is_wrong_is_found(tmp_path: Path, case: Case) -> None:
     place = root / case.model / "config.pbtxt" if case.model else root
     hits = [each for each in found if (each.rule, each.file) == (case.rule, str(place))]
     assert any(case.says in hit.what and case.fix in hit.fix and hit.warning == case.warning for hit in hits), found
-    assert all(1 <= hit.line <= (len(place.read_text().splitlines()) if case.model else 1) for hit in hits)
+    assert all(1 <= hit.line <= (len(place.read_text().splitlines()) if place.is_file() else 1) for hit in hits)
 
 
 def test_every_documented_rule_is_tried() -> None:
@@ -580,6 +674,18 @@ def rules_in_code() -> Iterator[str]:
             for argument in arguments:
                 if isinstance(argument, ast.Constant):
                     yield str(argument.value)
+
+
+def test_what_is_meant_is_let_pass(tmp_path: Path) -> None:
+    """A backend of one's own beside ours, a warm-up for a real id, and a share told once and not two ways."""
+    root = make_repository(tmp_path)
+    warm_up_with_file((7).to_bytes(8, "little"))(root)
+    shutil.copytree(root / "preprocessing", root / "mine")
+    edit("mine/config.pbtxt", '"preprocessing"', '"mine"')(root)
+    edit("mine/config.pbtxt", '"python"', '"our_own"')(root)
+    assert check_repository(root) == []
+    parameter("tensorrt_llm", "kv_cache_free_gpu_mem_fraction", "${kv}")(root)
+    assert [each.fix for each in check_repository(root)] == ["fill it; `lora-slots plan` says with what"]
 
 
 def test_the_line_is_the_tensors(tmp_path: Path) -> None:

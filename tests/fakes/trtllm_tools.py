@@ -80,7 +80,7 @@ class Model:
                        "mapping": {name: getattr(mapping, name) for name in ("world_size", "tp_size", "pp_size")},
                        "quantization": vars(self.quant)}
             (out / "config.json").write_text(json.dumps(config))
-MODEL_MAP = {"LlamaForCausalLM": Model}
+MODEL_MAP = dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"), Model)
 """,
     "tensorrt_llm/models/modeling_utils.py": """
 class QuantConfig:

@@ -22,7 +22,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
-from lora_slots import engine_command, repo_command
+from lora_slots import engine_command, plan_command, repo_command
 from lora_slots.base_model.tiny import make_tiny_llama
 from lora_slots.stack import StackConfig, TritonServer
 from lora_slots.stack.ports import choose_ports
@@ -34,7 +34,7 @@ PROFILE = ROOT / "engines" / "profiles" / "smollm2-135m.yaml"
 def run(*words: str, code: int = 0) -> Any:
     """Run a command in this process; it must end with the code."""
     app = typer.Typer()
-    for command in (engine_command, repo_command):
+    for command in (engine_command, repo_command, plan_command):
         command.register(app)
     result = CliRunner().invoke(app, words)
     assert result.exit_code == code, (result.output, result.stderr, result.exception)
@@ -86,9 +86,57 @@ def test_a_plan_that_overrules_the_profile_says_so(made: Made, tmp_path: Path) -
     """Caches come from the plan; a value of the profile that it replaces is told, and kept if it is set by hand."""
     words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
     told = run(*words).stderr
-    assert re.search(r"lora_cache_host_memory_bytes: \d+, as 2x16 in 2 slots needs; the profile's .* 1073741824", told)
+    assert re.search(
+        r"lora_cache_host_memory_bytes: \d+, as 100x16 in 2 slots needs; the profile's .* 1073741824", told
+    )
     kept = run(*words, "--set", "lora_cache_host_memory_bytes=1073741824").stderr
     assert "lora_cache_host_memory_bytes" not in kept
+    planned = json.loads(run("plan", str(made.profile), "--json").stdout)["parameters"]
+    run(*words)
+    text = (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    for key in ("lora_cache_host_memory_bytes", "lora_cache_optimal_adapter_size"):
+        assert config.parameters[key].string_value == planned[key]
+
+
+def test_the_cpp_form_has_its_shares(made: Made, tmp_path: Path) -> None:
+    """A profile of the reference engine in the form for GPUs: the plan's shares of the memory are in it, no warning."""
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    told = run(*words, "--backend", "tensorrtllm").stderr
+    assert "cache-fraction" not in told
+    text = (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert "lora_cache_gpu_memory_fraction" in text
+
+
+def test_what_cannot_be_meant_is_refused_at_once(made: Made, tmp_path: Path) -> None:
+    """A door that is none, a tokenizer that is not there and a placeholder: each is told, and nothing is written."""
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    told = run(*words, "--grpc", "nonsense", "--tokenizer", "${tok}", "--set", "=1", code=2).stderr.splitlines()
+    assert told[0] == "--grpc nonsense: write HOST:PORT, such as 127.0.0.1:8001"
+    assert told[1] == "--tokenizer ${tok}: no tokenizer.json there; write a directory that has it"
+    assert told[2].startswith("--set =1: write KEY=VALUE")
+    for door in ("127.0.0.1:0", "127.0.0.1:70000", ":8001", "a b:1"):
+        assert "write HOST:PORT" in run(*words, "--grpc", door, code=2).stderr
+    own = ("--set", "foo=bar", "--set", "max_beam_widht=1", "--set", "max_beam_width=${x}")
+    told = run(*words, *own, code=2).stderr.splitlines()[-3:]
+    assert told[0].startswith("tensorrt_llm has no parameter foo; ")
+    assert told[1] == "tensorrt_llm has no parameter max_beam_widht; write max_beam_width"
+    assert told[2] == "tensorrt_llm: max_beam_width is '${x}', a placeholder; write its value"
+    assert not (tmp_path / "models").exists()
+
+
+def test_the_profiles_tokenizer_is_used(made: Made, tmp_path: Path) -> None:
+    """`model.tokenizer` is relative to the profile, and goes before the engine's own; one that is not there is told."""
+    file = tmp_path / "mine.yaml"
+    data = yaml.safe_load(made.profile.read_text())
+    data["model"]["tokenizer"] = "text"
+    file.write_text(yaml.safe_dump(data))
+    words = ("repo", "render", str(file), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    assert f"{file}: model.tokenizer {tmp_path}/text: no tokenizer.json" in run(*words, code=2).stderr
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "tokenizer.json").write_text("{}")
+    run(*words)
+    assert f'"{tmp_path}/text"' in (tmp_path / "models" / "preprocessing" / "config.pbtxt").read_text()
 
 
 def test_rendering_again_replaces_in_one_step(made: Made, tmp_path: Path) -> None:

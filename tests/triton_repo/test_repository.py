@@ -111,7 +111,10 @@ def test_no_placeholder_survives(tmp_path: Path) -> None:
 
 def test_a_parameter_with_no_such_name_is_refused(tmp_path: Path) -> None:
     """A misspelt parameter is an error, not a default."""
-    with pytest.raises(RepositoryError, match="lora_router has no parameter num_slot; tensorrt_llm has no parameter x"):
+    with pytest.raises(
+        RepositoryError,
+        match="lora_router has no parameter num_slot; write num_slots\ntensorrt_llm has no parameter x; it has F",
+    ):
         rendered(tmp_path, router={"num_slot": "4"}, engine={"x": "1"})
 
 

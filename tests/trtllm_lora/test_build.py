@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from trtllm_lora.pipeline import BuildError, BuildFailed, Built, Runner, base_pr
 from trtllm_lora.pipeline.manifest import MANIFEST_FILE, ManifestError, check_manifest
 from trtllm_lora.pipeline.steps import build_flags
 from trtllm_lora.profile import EngineProfile, load_profile
-from trtllm_lora.verify import adapters_carry_over, diff_engines, verify_engine
+from trtllm_lora.verify import Difference, adapters_carry_over, diff_engines, tell, verify_engine
 
 PROFILES = Path(__file__).parents[2] / "engines" / "profiles"
 
@@ -50,6 +51,15 @@ def tiny_profile(file: Path, **changes: Any) -> EngineProfile:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny base."""
     return make_tiny_llama(tmp_path_factory.mktemp("base") / "tiny", seed=1)
+
+
+def of_architecture(base: Path, folder: Path, architecture: str) -> Path:
+    """A copy of a base that says that it is of another architecture."""
+    shutil.copytree(base, folder)
+    config = json.loads((base / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    return folder
 
 
 def build(
@@ -128,6 +138,15 @@ def test_build_verify_manifest(tmp_path: Path, base: Path) -> None:
     (engine / MANIFEST_FILE).unlink()
     with pytest.raises(ManifestError, match="not built by"):
         check_manifest(engine)
+
+
+def test_progress_names_real_folders(tmp_path: Path, base: Path) -> None:
+    """What is told of a step can be read and pasted: no stand-in for the folder is in it."""
+    profile, cache, said = tiny_profile(tmp_path / "p.yaml"), tmp_path / "cache", list[str]()
+    plan = plan_tensorrt_llm(profile, cache, base)
+    Runner(cache, lambda: 0.0, said.append, environment=trtllm_tools.install(tmp_path)).run(plan)
+    assert not any("{out}" in line for line in said)
+    assert f"--output_dir {plan.engine.folder}" in said[2]
 
 
 def test_unchanged_steps_are_not_run(tmp_path: Path, base: Path) -> None:
@@ -313,13 +332,15 @@ def test_a_remote_store_shares_results(tmp_path: Path, base: Path) -> None:
     assert [each.how for each in done] == ["run", "run"]
 
 
-def test_the_reference_engine_is_built_for_real(tmp_path: Path, base: Path) -> None:
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_the_reference_engine_is_built_for_real(tmp_path: Path, base: Path, architecture: str) -> None:
     """The same pipeline builds the reference engine: it opens, fits its profile, and a second build is cached."""
     from lora_slots.reference_build import plan_reference
 
+    base = of_architecture(base, tmp_path / "base", architecture)
     data = yaml.safe_load((PROFILES / "smollm2-135m.yaml").read_text())
     tiny = tiny_profile(tmp_path / "tiny.yaml")
-    data["model"] = tiny.model.model_dump(exclude_none=True)
+    data["model"] = {**tiny.model.model_dump(exclude_none=True), "architecture": architecture}
     data["engine"] |= {"max_batch_size": 4, "max_seq_len": 256}
     file = tmp_path / "reference.yaml"
     file.write_text(yaml.safe_dump(data))
@@ -341,6 +362,7 @@ def test_verify_names_every_difference(tmp_path: Path, base: Path) -> None:
     config = json.loads(file.read_text())
     config["version"] = "1.1.0"
     config["pretrained_config"]["dtype"] = "bfloat16"
+    config["pretrained_config"]["architecture"] = "MistralForCausalLM"
     config["build_config"]["lora_config"] |= {"lora_target_modules": ["attn_q"], "lora_dir": ["lora/0"]}
     config["build_config"]["kv_cache_type"] = "CONTINUOUS"
     config["build_config"]["max_beam_width"] = 4
@@ -352,6 +374,7 @@ def test_verify_names_every_difference(tmp_path: Path, base: Path) -> None:
     assert keys == {
         "version",
         "pretrained_config.dtype",
+        "pretrained_config.architecture",
         "build_config.lora_config.lora_target_modules",
         "build_config.lora_config.lora_dir",
         "build_config.kv_cache_type",
@@ -360,6 +383,38 @@ def test_verify_names_every_difference(tmp_path: Path, base: Path) -> None:
         "pretrained_config.quantization.kv_cache_quant_algo",
         "files",
     }
+
+
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_the_architecture_is_the_bases(tmp_path: Path, base: Path, architecture: str) -> None:
+    """The conversion writes the base's architecture into the engine; an engine of another one is refused, by place."""
+    other = of_architecture(base, tmp_path / "base", architecture)
+    environment, file = trtllm_tools.install(tmp_path), tmp_path / "p.yaml"
+    profile = tiny_profile(file, model__architecture=architecture)
+    _, engine = build(profile, other, tmp_path / "cache", environment)
+    assert json.loads((engine / "config.json").read_text())["pretrained_config"]["architecture"] == architecture
+    assert verify_engine(engine, profile) == []
+    found = verify_engine(engine, tiny_profile(file))
+    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if "architecture:" in text)
+    assert tell(found, engine, file) == [
+        f"{engine}/config.json:1: pretrained_config.architecture: '{architecture}', not 'LlamaForCausalLM' "
+        f"(another base model), {file}:{line} (model.architecture); build the engine anew (`lora-slots engine build "
+        f"{file}`), or write there what it is"
+    ]
+
+
+def test_a_difference_has_the_line_of_its_key(tmp_path: Path) -> None:
+    """In an engine's config.json as it is written for people, the line is the key's own; else what is there of it."""
+    shape = load_profile(PROFILES / "llama-3.1-8b.yaml").shape()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shape.to_engine_config(), indent=1))
+    keys = ("build_config.plugin_config.dtype", "pretrained_config.dtype", "build_config.no_such", "files")
+    told = tell([Difference(key, 1, 2) for key in keys], file, PROFILES / "llama-3.1-8b.yaml")
+    lines = [int(line.split(":")[1]) for line in told]
+    text = file.read_text().splitlines()
+    assert [text[number - 1].split(":")[0].strip() for number in lines] == ['"dtype"', '"dtype"', '"build_config"', "{"]
+    assert lines[0] > lines[2] > lines[1]
+    assert all("build the engine anew" in line for line in told)
 
 
 @pytest.mark.parametrize(

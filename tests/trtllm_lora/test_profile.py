@@ -114,6 +114,37 @@ CASES: list[tuple[str, Changes, str, str, str]] = [
         "would not start: Not enough space allocated to host LoRA cache to hold 1 max sized LoRA 102 < 32768",
         "write at least 320MiB",
     ),
+    (
+        "cache-shares",
+        (("serving.kv_cache_fraction", 0.9), ("serving.lora_gpu_fraction", 0.9)),
+        "serving.lora_gpu_fraction",
+        "0.9 of what kv_cache_fraction 0.9 leaves: 1.0% of the free memory",
+        "write at most 0.8",
+    ),
+    (
+        "cache-shares",
+        (("serving.kv_cache_fraction", 0.99), ("serving.lora_gpu_fraction", 0.1)),
+        "serving.lora_gpu_fraction",
+        "0.9% of the free memory are left",
+        "a kv_cache_fraction of at most 0.96",
+    ),
+    ("tokenizer", (("model.tokenizer", "./nowhere"),), "model.tokenizer", "./nowhere is no directory", "leave it out"),
+    ("tokenizer", (("model.tokenizer", "."),), "model.tokenizer", "has no tokenizer.json", "leave it out"),
+    (
+        "architecture",
+        (("model.architecture", "LlamaForCasualLM"),),
+        "model.architecture",
+        "'LlamaForCasualLM' is no architecture of TensorRT-LLM's engines",
+        "write LlamaForCausalLM",
+    ),
+    (
+        "architecture",
+        (ON_A_CPU, ("model.architecture", "GPTJForCausalLM")),
+        "model.architecture",
+        "is no architecture of the reference engine",
+        "write one of LlamaForCausalLM, Mistral",
+    ),
+    ("version", (("engine.tensorrt_llm", "1.2.1garbage$(id)"),), "engine.tensorrt_llm", "is not a version", "1.2.1"),
     ("version", (("engine.tensorrt_llm", "1.3.0"),), "engine.tensorrt_llm", "removed after 1.2", "write 1.2.1"),
     ("version", (("engine.tensorrt_llm", "0.20.0"),), "engine.tensorrt_llm", "min_length", "write 1.2.1"),
     ("version", (("engine.tensorrt_llm", "newest"),), "engine.tensorrt_llm", "is not a version", "write 1.2.1"),
@@ -145,7 +176,41 @@ CASES: list[tuple[str, Changes, str, str, str]] = [
         "is not an image",
         "write tritonserver:26.07",
     ),
-    ("container-missing", (("engine.container", None),), "engine", "container is missing", "write container: "),
+    (
+        "container",
+        (("engine.tensorrt_llm", "1.2.7"),),
+        "engine.tensorrt_llm",
+        "no NGC image that this program knows carries TensorRT-LLM 1.2.7",
+        "write 1.2.1",
+    ),
+    (
+        "container",
+        (("engine.tensorrt_llm", "1.2.1rc3"), ("engine.container", "tritonserver:26.03-trtllm-python-py3")),
+        "engine.tensorrt_llm",
+        "carries TensorRT-LLM 1.2.1rc3",
+        "write 1.2.0",
+    ),
+    (
+        "container",
+        (("engine.tensorrt_llm", "1.2.0"),),
+        "engine.container",
+        "carries TensorRT-LLM 1.2.1, the profile says 1.2.0",
+        "write tritonserver:26.03-trtllm-python-py3, or tensorrt_llm: 1.2.1",
+    ),
+    (
+        "container-missing",
+        (("engine.container", None),),
+        "engine",
+        "container is missing",
+        "write container: tritonserver:26.07-trtllm-python-py3",
+    ),
+    (
+        "container-missing",
+        (("engine.container", None), ("engine.tensorrt_llm", "1.1.0")),
+        "engine",
+        "container is missing",
+        "write container: tritonserver:26.02-trtllm-python-py3",
+    ),
     ("revision", (("model.revision", "main"),), "model.revision", "'main' is not a commit", "40 hexadecimal digits"),
     ("quantisation", (("engine.quantization", "fp8_rowwise"),), "engine.quantization", "#2603", "write fp8, int4_awq"),
     ("quantisation", (("engine.quantization", "smoothquant"),), "engine.quantization", "#2604", "write fp8, int4_awq"),
@@ -154,6 +219,13 @@ CASES: list[tuple[str, Changes, str, str, str]] = [
         (("engine.quantization", "fp8"), ("engine.dtype", "float32")),
         "engine.dtype",
         "fp8 with float32 activations has no kernels",
+        "write float16 or bfloat16",
+    ),
+    (
+        "quantised-float32",
+        (("engine.kv_cache_dtype", "fp8"), ("engine.dtype", "float32")),
+        "engine.dtype",
+        "fp8 in the KV cache with float32 activations has no kernels",
         "write float16 or bfloat16",
     ),
     ("kv-cache-type", (("engine.kv_cache_type", "disabled"),), "engine.kv_cache_type", "#2543", "write paged"),
@@ -236,6 +308,23 @@ CASES: list[tuple[str, Changes, str, str, str]] = [
     ("", (("serving.lora_host_memory", "4 apples"),), "serving.lora_host_memory", "is not a size: write 4GiB", ""),
     ("", (("serving.lora_host_memory", "1" * 400),), "serving.lora_host_memory", "is not a size: write 4GiB", ""),
     ("", (("serving.slot", 3),), "serving.slot", "no such key", "write slots"),
+    ("", (("colour", 3),), "colour", "no such key", "known are schema, name, runtime"),
+    (
+        "",
+        (("engine.lora_plugin_dtype", "auto"),),
+        "engine.lora_plugin_dtype",
+        "no such key",
+        "plugin_dtype under lora:",
+    ),
+    ("", (("engine.max_rank", 8),), "engine.max_rank", "no such key", "write max_rank under lora:"),
+    (
+        "",
+        (("model.revision", int("12" * 20)),),
+        "model.revision",
+        "1212 was read as int, not as text",
+        "write it in quotes",
+    ),
+    ("", (("runtime", "tensorrtllm"),), "runtime", "'tensorrt_llm' or 'reference'", ""),
     ("", (("model.hidden_size", "big"),), "model.hidden_size", "valid integer", ""),
     ("", (("model.vocab_size", None),), "model.vocab_size", "is missing", ""),
     ("", (("name", "A B"),), "name", "lower-case letters", ""),
@@ -254,6 +343,23 @@ def test_each_rule_says_where_why_and_what_instead(
     assert str(hits[0]).startswith(f"{tmp_path / 'profile.yaml'}:{hits[0].line}: {where}: ")
     refused = check_profile(tmp_path / "profile.yaml")[0] is None
     assert refused == any(not problem.warning for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("runtime", "tensorrtllm"),
+        ("engine.tensorrt_llm", "1.3.0"),
+        ("engine.tensorrt_llm", "1.2.7"),
+        ("engine.tensorrt_llm", "newest"),
+        ("model.revision", 5),
+        ("engine.lora_plugin_dtype", "auto"),
+    ],
+)
+def test_one_mistake_is_told_once(tmp_path: Path, change: tuple[str, Any]) -> None:
+    """Of a wrong runtime or version nothing else follows: the cause is told, and no guess at its consequences."""
+    tp4 = ("engine.tensor_parallel", 4), ("engine.quantization", "fp8")
+    assert [problem.where for problem in changed(tmp_path, change, *tp4)] == [change[0]]
 
 
 def test_every_documented_rule_is_tried() -> None:

@@ -90,7 +90,7 @@ class Runner:
         done = [Built(step, "cached", 0.0, None) for step in steps[: first + 1]]
         for i, step in enumerate(steps[first + 1 :], first + 2):
             began = self._clock()
-            self._say(f"[{i}/{len(steps)}] {step.name}: {_words(step)}")
+            self._say(f"[{i}/{len(steps)}] {step.name}: {_quoted(step.command(step.folder))}")
             built = self._one(step, plan, done)
             done.append(Built(step, built, self._clock() - began, self._log(step) if built == "run" else None))
             self._say(f"[{i}/{len(steps)}] {step.name}: {built} in {done[-1].seconds:.1f} s -> {step.folder}")
@@ -209,11 +209,7 @@ def _tail(log: Path) -> str:
     return "\n".join(f"  | {line}" for line in lines[-LOG_TAIL:])
 
 
-def _words(step: Step) -> str:
-    return _quoted(step.argv)
-
-
 def _quoted(argv: Sequence[str]) -> str:
     import shlex
 
-    return shlex.join(argv).replace("'{out}'", "{out}")
+    return shlex.join(argv)
