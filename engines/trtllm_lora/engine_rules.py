@@ -29,10 +29,27 @@ _REFUSED = {
 )
 def _architecture(v: Values) -> Iterator[Found]:
     found, known = v["model.architecture"], COMPILED if on_gpu(v) else REFERENCE
-    if found not in known:
-        engine = "TensorRT-LLM's engines" if on_gpu(v) else "the reference engine"
-        near = difflib.get_close_matches(found, known, n=1, cutoff=0.9) or [f"one of {', '.join(known)}"]
-        yield "model.architecture", f"{found[:80]!r} is no architecture of {engine}", f"write {near[0]}"
+    near = difflib.get_close_matches(found, known, n=1, cutoff=0.9)
+    if found in known or (on_gpu(v) and not near):
+        return
+    engine = "TensorRT-LLM's engines" if on_gpu(v) else "the reference engine"
+    instead = near[0] if near else f"one of {', '.join(known)}"
+    yield "model.architecture", f"{found[:80]!r} is no architecture of {engine}", f"write {instead}"
+
+
+@TABLE.rule(
+    "architecture-unknown",
+    "runtime",
+    "model.architecture",
+    says="an architecture that is known here to be in TensorRT-LLM",
+    why="the list here is not the image's own: the checkpoint conversion will tell",
+    warning=True,
+)
+def _architecture_unknown(v: Values) -> Iterator[Found]:
+    found = v["model.architecture"]
+    if on_gpu(v) and found not in COMPILED and not difflib.get_close_matches(found, COMPILED, n=1, cutoff=0.9):
+        what = f"{found[:80]!r} is not among the architectures known here to be compiled"
+        yield "model.architecture", what, "ask `MODEL_MAP` of the image, or try `lora-slots engine build`"
 
 
 @TABLE.rule(

@@ -25,8 +25,11 @@ def _bounds(machine: SlotMachine) -> Iterator[str]:
         yield "rule 2: more pages in slots than the engine's cache has"
     if sum(a.num_bytes for a in in_host) > machine.config.host_bytes:
         yield "more bytes in HOST than allowed"
-    if sum(a.moving is Tier.SLOT for a in in_slot) > 1:
+    binds = sum(a.moving is Tier.SLOT for a in in_slot)
+    if binds > 1:
         yield "two binds at one time"
+    if machine.binding != bool(binds):
+        yield f"it takes itself for {'' if machine.binding else 'not '}binding, with {binds} binds"
     for name, pool in machine.config.pools.by_name.items():
         used = sum(a.pool == name for a in in_slot)
         if pool.cap is not None and used > pool.cap:

@@ -228,7 +228,7 @@ class SlotMachine(Timer):
                 self._touch(adapter, now)
 
     def _advance(self, now: float) -> None:
-        binding = self._binding
+        binding = self.binding
         blocked = others_want = False
         wanted = [(self.adapters[digest], since) for digest, since in self._wanted.items()]
         moves = sum(adapter.moving is not None for adapter, _ in wanted)

@@ -40,7 +40,7 @@ class WorkingSet:
         self._host_bytes = 0
         self._host_full: dict[str | None, int] = {}
         """Pool -> missing bytes for which nobody in HOST may go now: who misses as many need not look again."""
-        self._binding = False
+        self.binding = False
         """An adapter is moving to SLOT."""
         self._unsure_at = NEVER
         self._move_s: dict[Tier, float] = {}
@@ -143,7 +143,7 @@ class WorkingSet:
             dropped.tell(now, f"dropped by the engine for {adapter.name}")
             self._forget_if_removed(dropped, now)
         self._begin(adapter, Tier.SLOT, now)
-        self._binding = True
+        self.binding = True
 
     def _arrived(self, adapter: Adapter, tier: Tier, now: float) -> None:
         seconds = now - adapter.move_began
@@ -151,14 +151,14 @@ class WorkingSet:
         known = self._move_s.get(tier, seconds)
         self._move_s[tier] = known + 0.2 * (seconds - known)
         adapter.moving, adapter.tier, adapter.failures = None, tier, 0
-        self._binding = self._binding and tier is not Tier.SLOT
+        self.binding = self.binding and tier is not Tier.SLOT
         adapter.tell(now, f"in {tier.name} after {seconds:.3f} s")
 
     def _move_failed(self, adapter: Adapter, now: float) -> None:
         if adapter.moving is Tier.SLOT:
             del self._in_slot[adapter.digest]
             self.mirror.drop(adapter.task_id)
-            self._unsure_at, self._binding = now, False
+            self._unsure_at, self.binding = now, False
         elif adapter.moving is Tier.HOST:
             del self._in_host[adapter.digest]
             self._host_bytes -= adapter.num_bytes

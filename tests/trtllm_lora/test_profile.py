@@ -144,6 +144,13 @@ CASES: list[tuple[str, Changes, str, str, str]] = [
         "is no architecture of the reference engine",
         "write one of LlamaForCausalLM, Mistral",
     ),
+    (
+        "architecture-unknown",
+        (("model.architecture", "NobodysForConditionalGeneration"),),
+        "model.architecture",
+        "is not among the architectures known here",
+        "ask `MODEL_MAP` of the image",
+    ),
     ("version", (("engine.tensorrt_llm", "1.2.1garbage$(id)"),), "engine.tensorrt_llm", "is not a version", "1.2.1"),
     ("version", (("engine.tensorrt_llm", "1.3.0"),), "engine.tensorrt_llm", "removed after 1.2", "write 1.2.1"),
     ("version", (("engine.tensorrt_llm", "0.20.0"),), "engine.tensorrt_llm", "min_length", "write 1.2.1"),
