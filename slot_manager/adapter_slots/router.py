@@ -92,13 +92,13 @@ class Router:
         """Grant, wait or refuse; `incoming` is told exactly once. Never blocks."""
         try:
             name = self._adapter_of(incoming)
+            numbers, prompt_len = incoming.numbers(), incoming.prompt_len()
+            if found := problems(numbers, prompt_len, self._limits):
+                # the engine would say the same, but without a code, and past postprocessing: the lease would stay
+                raise BadRequest("; ".join(found))
             if name is None:
                 incoming.forward(None)
                 return
-            numbers, prompt_len = incoming.numbers(), incoming.prompt_len()
-            if found := problems(numbers, prompt_len, self._limits):
-                # the engine would say the same, but an engine's error ends no lease: postprocessing never hears of it
-                raise BadRequest("; ".join(found))
             entry = self._manager.resolve(name, _session(incoming.parameters) or incoming.request_id or None)
             new_tokens = self._limits.new_tokens(prompt_len, int(numbers.get("request_output_len", 0)))
             sequences = int(numbers.get("num_return_sequences", 1))

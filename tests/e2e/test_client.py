@@ -292,7 +292,7 @@ def test_nothing_is_tried_again_after_the_first_token(way: Front, ask: Ask, pira
     [
         ({"adapter": "pirat"}, "NOT_FOUND"),
         ({"adapter": ""}, "INVALID_ARGUMENT"),
-        ({"max_tokens": 0}, "UNKNOWN"),
+        ({"max_tokens": 0}, "INVALID_ARGUMENT"),
         ({"adapter": "pirate", "sampling": {"top_p": 7.0}}, "INVALID_ARGUMENT"),
     ],
 )

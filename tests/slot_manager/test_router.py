@@ -115,7 +115,9 @@ def leases(desk: Desk) -> int:
 def test_a_request_without_an_adapter_goes_to_the_base(desk: Desk) -> None:
     """No task id, and no lease that an engine's error could leave behind."""
     assert desk.route(Request()) is None
-    assert desk.route(Request(asks={"temperature": -1})) is None, "the engine says what it thinks of it"
+    refused = desk.route(Request(asks={"temperature": -1}))
+    assert isinstance(refused, BadRequest), "the engine would say so too, but a stream carries no code of its error"
+    assert "temperature -1" in str(refused)
 
 
 def test_a_name_or_a_known_task_id_gets_the_task_id(desk: Desk) -> None:
