@@ -22,7 +22,7 @@ from adapter_slots.registry import Entry
 from trtllm_lora.request_rules import RequestLimits, problems
 
 FIRST_TOKEN_S = 30.0
-"""Added to every lease's deadline: queueing and prefill."""
+"""Added to every lease's deadline, unless the parameter `first_token_s` says otherwise: queueing and prefill."""
 ANONYMOUS_MARGIN_S = 2.0
 GUESSED_TOKEN_S = 0.1
 COLD = ("wait", "fail", "base")
@@ -76,13 +76,18 @@ class Router:
         *,
         wait_s: float,
         cold: str = "wait",
+        first_token_s: float = FIRST_TOKEN_S,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`limits` are the engine's; a request waits `wait_s` for its adapter, or by `cold` does not wait."""
+        """`limits` are the engine's; a request waits `wait_s` for its adapter, or by `cold` does not wait.
+
+        `first_token_s` is the time the engine may take to begin an answer: a lease is not reaped before.
+        """
         self._manager = manager
         self._limits = limits
         self._wait_s = wait_s
         self._cold = cold
+        self._first_token_s = first_token_s
         self._clock = clock
         self._token_s = GUESSED_TOKEN_S
         self._running: dict[str, _Running] = {}
@@ -197,7 +202,7 @@ class Router:
     def _hold_s(self, new_tokens: int, *, reported: bool) -> float:
         generation_s = new_tokens * self._token_s
         if reported:
-            return FIRST_TOKEN_S + 4 * generation_s
+            return self._first_token_s + 4 * generation_s
         # nobody will report the end: hold about as long as the answer takes
         return ANONYMOUS_MARGIN_S + 1.5 * generation_s
 

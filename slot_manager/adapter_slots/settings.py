@@ -45,6 +45,9 @@ class Settings(Timing):
     """What a request for a cold adapter does unless it says otherwise: wait or fail."""
     wait_s: float = 30.0
     """A request waits this long at most for its adapter."""
+    first_token_s: float = 30.0
+    """The engine may take this long to begin an answer. A lease whose end nobody reports is given up this long, and
+    four times what its longest answer takes, after it was granted."""
     bind_timeout_s: float = 60.0
     to_disk_timeout_s: float = 120.0
     to_host_timeout_s: float = 30.0

@@ -166,7 +166,9 @@ def test_a_full_shared_memory_is_told_and_heals(prepared: Prepared, golden: list
 @pytest.fixture(scope="module")
 def narrow(prepared: Prepared) -> Iterator[TritonServer]:
     """One slot."""
-    with running(prepared, router={"tick_s": "0.1", "num_slots": "1", "max_wait_s": "1000"}) as server:
+    with running(
+        prepared, router={"tick_s": "0.1", "num_slots": "1", "max_wait_s": "1000", "first_token_s": "3"}
+    ) as server:
         yield server
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -110,6 +111,21 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 def leases(desk: Desk) -> int:
     """Leases that run."""
     return sum(a["leases"] for a in desk.manager.status()["adapters"])
+
+
+def test_how_long_the_engine_may_take_to_begin_is_the_operators_to_say(desk: Desk) -> None:
+    """A lease whose end nobody reports ends by that, and by what its answer takes."""
+    router = Router(desk.manager, LIMITS, wait_s=SOON, first_token_s=5.0, clock=desk.clock)
+    asked = Request("gone", adapter="ant")
+    router.route(asked)
+    assert asked.told.get(timeout=SOON) == desk.task_id
+    generation_s = 4 * 4 * GUESSED_TOKEN_S
+    desk.clock.passed_s += 4.0 + generation_s
+    assert leases(desk) == 1
+    desk.clock.passed_s += 2.0
+    until = threading.Event()
+    while leases(desk):
+        assert not until.wait(0.01)
 
 
 def test_a_request_without_an_adapter_goes_to_the_base(desk: Desk) -> None:
