@@ -7,6 +7,7 @@ in every answer the best token led the second by MIN_MARGIN or more at every ste
 additions cannot change it. Needs the `oracle` dependency group; two minutes.
 """
 
+import contextlib
 import hashlib
 import json
 from importlib.metadata import version
@@ -66,6 +67,20 @@ def load_models(base: Path) -> tuple[PeftModel, list[str]]:
     for name in names[1:]:
         model.load_adapter(ADAPTERS / name, adapter_name=name)
     return model.eval(), names
+
+
+def best_tokens(model: PeftModel, entry: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """The greedy choice after the prompt and each beginning of an entry's answer: the answer itself, if it is right."""
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": entry["prompt"]}])
+    ids = tokenizer.encode(chat, add_special_tokens=False)
+    whole = torch.tensor([ids + entry["tokens"][:-1]])
+    with torch.inference_mode(), contextlib.ExitStack() as without:
+        if entry["adapter"] is None:
+            without.enter_context(model.disable_adapter())
+        else:
+            model.set_adapter(entry["adapter"])
+        best: list[int] = model(input_ids=whole).logits[0, len(ids) - 1 :].argmax(-1).tolist()
+    return best
 
 
 def answer(model: PeftModel, adapter: str | None, prompt: str, tokenizer: Tokenizer) -> dict[str, Any]:
