@@ -65,7 +65,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; requests that run are cancelled."""
+        """Close the connection, and with it the streams that are open."""
         if self._opened is not None:
             await self._opened[0].close()
 
@@ -77,7 +77,7 @@ class AsyncClient:
     def stream(self, text: str, *, adapter: str | None = None, **options: Unpack[Options]) -> AsyncGenerator[str, None]:
         """Pieces of the answer to `text`, as they come; as `Client.stream`.
 
-        A loop that is left early cancels the request when the iterator is gone; `contextlib.aclosing` does it at once.
+        A loop that is left early closes the stream when the iterator is gone; `contextlib.aclosing` does it at once.
         """
         return self._pieces(text, adapter, options, stream=True)
 
@@ -188,7 +188,7 @@ class AsyncClient:
     async def _responses(
         self, request: Any, adapter: str | None, until: float | None, timeout_s: float | None
     ) -> AsyncGenerator[Any, None]:
-        """`ModelInferResponse`s that carry something. Leaving early cancels. `until`: on the monotonic clock."""
+        """`ModelInferResponse`s with content. Leaving early cancels the call. `until`: on the monotonic clock."""
         left_s = None if until is None else max(0.0, until - time.monotonic())
         call = self._stub().ModelStreamInfer(
             iter((request,)), timeout=left_s, metadata=self._connection.headers(adapter)

@@ -93,7 +93,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; requests that run are cancelled."""
+        """Close the connection, and with it the streams that are open."""
         self._channel.close()
 
     def generate(self, text: str, *, adapter: str | None = None, **options: Unpack[Options]) -> str:
@@ -104,7 +104,10 @@ class Client:
     def stream(
         self, text: str, *, adapter: str | None = None, **options: Unpack[Options]
     ) -> Generator[str, None, None]:
-        """Pieces of the answer to `text`, as they come. Leaving the iterator early cancels the request.
+        """Pieces of the answer to `text`, as they come.
+
+        Leaving the iterator early closes the stream; Triton's ensemble does not pass that on: the engine goes on to the
+        answer's end, and the adapter stays leased until then. `DirectClient` stops the engine.
 
         Args:
             text: a finished prompt: no chat template is applied.
@@ -219,7 +222,7 @@ class Client:
     def _responses(
         self, request: Any, adapter: str | None, until: float | None, timeout_s: float | None
     ) -> Generator[Any, None, None]:
-        """`ModelInferResponse`s that carry something. Leaving early cancels. `until`: on the monotonic clock."""
+        """`ModelInferResponse`s with content. Leaving early cancels the call. `until`: on the monotonic clock."""
         left_s = None if until is None else max(0.0, until - time.monotonic())
         call = self._stub.ModelStreamInfer(iter((request,)), timeout=left_s, metadata=self._connection.headers(adapter))
         begun = final = False
