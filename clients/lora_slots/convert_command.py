@@ -40,8 +40,7 @@ _LONG_WORK_BYTES = 200 << 20
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """A wrong usage exits 1: 2 means that an adapter was refused."""
-        self.print_usage(sys.stderr)
-        self.exit(_WRONG_INPUT, f"{self.prog}: {message}\n")
+        self.exit(_WRONG_INPUT, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,16 +82,9 @@ def parser() -> argparse.ArgumentParser:
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application, which hands its arguments over as they are."""
-    import typer
+    from lora_slots.convert_completion import HandedOver, handed_over
 
-    def convert(context: typer.Context) -> None:
-        """Convert a PEFT LoRA adapter to a bundle, or say every reason why not."""
-        raise typer.Exit(main(context.args))
-
-    # the Context must be found by typer although annotations are text here
-    convert.__annotations__["context"] = typer.Context
-    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command("convert", add_help_option=False, context_settings=settings)(convert)
+    app.command("convert", cls=HandedOver)(handed_over(parser(), main))
 
 
 def run(arguments: Sequence[str]) -> NoReturn:

@@ -27,7 +27,6 @@ NO_FACTS = {
     "merge", "engine fetch", "repo render",  # write files, and print where
     "tenants add", "tenants key", "tenants remove",  # print a key, or nothing but that it is done
     "adapters schema", "engine schema",  # print JSON always
-    "convert",  # argparse: see its own tests
 }  # fmt: skip
 """Commands without --json."""
 
@@ -148,6 +147,9 @@ def in_bash(script: str) -> str:
         ("lora-slots slots ", ["drain", "evict", "explain", "pin", "pools", "status", "unpin", "warm"]),
         ("lora-slots adapters alias ", ["remove", "set"]),
         ("lora-slots prewarm --wait", ["--wait-ready"]),
+        ("lora-slots convert --e", ["--engine", "--explain"]),
+        ("lora-slots convert ./my_adapter --engine /e --d", ["--dtype"]),
+        ("lora-slots convert --dtype ", ["bfloat16", "float16", "float32"]),
     ],
 )
 def test_bash_completes(typed: str, offered: list[str]) -> None:

@@ -108,6 +108,26 @@ def test_wrong_usage_exits_1(arguments: list[str], good: Path, tmp_path: Path, c
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "the following arguments are required: ADAPTER"),
+        (["a", "--bogus"], "unrecognized arguments: --bogus"),
+        (["a", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_help(arguments: list[str], says: str, capsys: Any) -> None:
+    """What is wrong and where to read on, not the whole usage."""
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    said = capsys.readouterr().err
+    assert left.value.code == 1
+    assert said.startswith("lora-slots convert: ")
+    assert says in said
+    assert said.endswith("see `lora-slots convert --help`\n")
+    assert said.count("\n") == 1
+
+
 def test_check_writes_nothing(good: Path, bad: Path, base: Path, tmp_path: Path, capsys: Any) -> None:
     """--check judges every value as a conversion would, and leaves no file."""
     before = sorted(tmp_path.rglob("*"))
