@@ -57,6 +57,7 @@ def fetch(
     url: Annotated[str, typer.Argument(help="What `engine publish` printed.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Engine directory to make.")],
     profile: Annotated[Path | None, typer.Option(help="Refuse an engine that is not what this profile says.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Bring a published engine here; the directory appears when every byte is checked.
 
@@ -78,7 +79,8 @@ def fetch(
             raise Refused(f"{lines}\nthe engine is not what {profile} says: fetch one that was built from it")
 
     with refusing():
-        typer.echo(str(bring(url, out, MANIFEST_FILE, files, judge)))
+        made = bring(url, out, MANIFEST_FILE, files, judge)
+    typer.echo(json.dumps({"url": url, "path": str(made)}) if as_json else str(made))
 
 
 def changed(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from lora_slots.gateway.server import Serving
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +46,9 @@ def gateway(
         float, typer.Option("--body-timeout", min=0.1, help="Seconds in which a request's body must have arrived.")
     ] = 60.0,
     s3_endpoint_url: Annotated[str | None, typer.Option(help="S3 that is not AWS.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON when it serves: URLs, base, adapters, pid.")
+    ] = False,
 ) -> None:
     """Serve OpenAI's API: adapters are models.
 
@@ -77,8 +86,17 @@ def gateway(
         body_timeout_s=body_timeout_s,
         s3_endpoint_url=s3_endpoint_url,
     )
-    number = uvloop.run(serve(settings, typer.echo))
+    number = uvloop.run(serve(settings, _tell_json if as_json else _tell))
     raise typer.Exit(128 + number if number else 0)
+
+
+def _tell(serving: Serving) -> None:
+    typer.echo(f"serving {serving.base} and {len(serving.adapters)} adapters on {serving.url}")
+    typer.echo(f"administration on {serving.admin_url}")
+
+
+def _tell_json(serving: Serving) -> None:
+    typer.echo(json.dumps({**asdict(serving), "pid": os.getpid()}))  # which flushes
 
 
 def _log_json(structlog: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +35,7 @@ def generate(
     url: Annotated[
         str | None, typer.Option(help="host:port of Triton's gRPC door; default: $LORA_SLOTS_URL or `up`.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON, with its times.")] = False,
 ) -> None:
     """Ask the base or an adapter, and print the answer as it streams.
 
@@ -41,6 +44,8 @@ def generate(
         lora-slots generate --adapter pirate 'Who are you?'
 
         echo 'Who are you?' | lora-slots generate -
+
+        lora-slots generate --adapter pirate --json 'Who are you?'
     """
     from lora_slots import address
     from lora_slots.client import Client
@@ -52,11 +57,21 @@ def generate(
         text = _chat(text, tokenizer)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     sampling = {name: value for name, value in options.items() if value is not None}
+    pieces, first_piece_s, started = [], None, time.monotonic()
     with Client(url or address.find()) as client:
         for piece in client.stream(text, adapter=adapter, max_tokens=max_tokens, sampling=sampling):
-            typer.echo(piece, nl=False)
-            sys.stdout.flush()
-    typer.echo()
+            if first_piece_s is None:
+                first_piece_s = time.monotonic() - started
+            pieces.append(piece)
+            if not as_json:
+                typer.echo(piece, nl=False)
+                sys.stdout.flush()
+    if as_json:
+        answer = {"adapter": adapter, "text": "".join(pieces), "prompt": text, "pieces": len(pieces)}
+        times = {"first_piece_s": first_piece_s, "total_s": time.monotonic() - started}
+        typer.echo(json.dumps({**answer, **times}, indent=1, ensure_ascii=False))
+    else:
+        typer.echo()
 
 
 def _chat(text: str, tokenizer: Path | None) -> str:

@@ -24,6 +24,7 @@ def merge(
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"] | None, typer.Option(help="Type of the weights; default: the base's.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Merge an adapter into its base with PEFT: a new base, to be built into an engine of its own.
 
@@ -36,7 +37,9 @@ def merge(
     from lora_slots.refusals import refusing
 
     with refusing():
-        typer.echo(str(merge_adapter(base, adapter, out, dtype=dtype)))
+        made = merge_adapter(base, adapter, out, dtype=dtype)
+    about = {"path": str(made), "base": str(base), "adapter": str(adapter)}
+    typer.echo(json.dumps(about, indent=1) if as_json else str(made))
 
 
 def merge_advice(

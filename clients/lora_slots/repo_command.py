@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from lora_slots.repository import RepositoryConfig
+    from lora_slots.stack import TritonServer
     from trtllm_lora.profile import EngineProfile
 
 repo = typer.Typer(no_args_is_help=True, help="The Triton model repository: render it from a profile, check it.")
@@ -72,6 +74,7 @@ def render(
         typer.Option("--set", help="KEY=VALUE of tensorrt_llm, or lora_router.KEY=VALUE; may be repeated."),
     ] = None,
     check_engine: Annotated[bool, typer.Option(help="Refuse an engine that is not what the profile says.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: the path, and what `repo check` finds.")] = False,
 ) -> None:
     """Write the whole model repository: preprocessing, lora_router, tensorrt_llm, postprocessing, ensemble.
 
@@ -100,7 +103,12 @@ def render(
             return  # told above
         config = _config(loaded, engine, text, registry, grpc, backend, fleet, own)
         _write(config, out)
-        for finding in check_repository(out):
+        findings = check_repository(out)
+        if as_json:
+            rows = [asdict(finding) for finding in findings]
+            typer.echo(json.dumps({"path": str(out), "findings": rows}, indent=1))
+            return
+        for finding in findings:
             typer.echo(str(finding), err=True)
         typer.echo(str(out))
 
@@ -111,6 +119,9 @@ def serve(
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 0,
     metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 0,
     log: Annotated[Path | None, typer.Option(help="Triton's log; default: gone after the stop.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON when it serves: URLs, adapters, pid.")
+    ] = False,
 ) -> None:
     """Serve a repository with the Triton of this environment, on loopback, until Ctrl-C. For repositories on a CPU.
 
@@ -128,8 +139,20 @@ def serve(
         folder, http_port=http_port, grpc_port=port, metrics_port=metrics_port, log_path=log, control_models=True
     )
     with exit_on_signals(), TritonServer(config) as server:
-        typer.echo(f"ready: grpc {server.grpc_url}, http {server.http_url}, metrics {server.metrics_url}")
+        if as_json:
+            typer.echo(_ready_json(server, folder))  # which flushes
+        else:
+            typer.echo(f"ready: grpc {server.grpc_url}, http {server.http_url}, metrics {server.metrics_url}")
         supervise(server, lambda text: typer.echo(text, err=True))
+
+
+def _ready_json(server: TritonServer, folder: Path) -> str:
+    from lora_slots.client import Client
+
+    with Client(server.grpc_url) as client:
+        adapters = client.status()["known"]
+    doors = {"grpc": server.grpc_url, "http": f"http://{server.http_url}", "metrics": server.metrics_url}
+    return json.dumps({**doors, "repository": str(folder), "adapters": adapters, "pid": os.getpid()})
 
 
 def _grpc_port(folder: Path) -> int:

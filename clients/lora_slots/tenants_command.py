@@ -11,6 +11,7 @@ import typer
 from lora_slots.errors import UsageError
 
 File = Annotated[Path, typer.Option("--file", help="The file that `lora-slots gateway --tenants` reads.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT = Path("tenants.yaml")
 
 tenants = typer.Typer(no_args_is_help=True, help="Tenants of the gateway, their adapters, limits and keys.")
@@ -35,12 +36,13 @@ def add(
     concurrent: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
     cold_loads: Annotated[int | None, typer.Option(min=0, help="Cold adapters being loaded for it at once.")] = None,
     file: File = DEFAULT,
+    as_json: Json = False,
 ) -> None:
     """Add a tenant and print its key, which is never shown again.
 
     Example: lora-slots tenants add acme --adapter 'acme-*' --requests-per-minute 600 --concurrent 8
     """
-    from lora_slots.gateway.keys import add_tenant
+    from lora_slots.gateway.keys import add_tenant, key_id
 
     limits = {
         "requests_per_minute": requests_per_minute,
@@ -48,13 +50,12 @@ def add(
         "concurrent": concurrent,
         "cold_loads": cold_loads,
     }
-    typer.echo(add_tenant(file, name, adapter or [], base, limits))
+    made = add_tenant(file, name, adapter or [], base, limits)
+    _tell(made, as_json, tenant=name, key=made, key_id=key_id(made), file=str(file))
 
 
 @tenants.command("list")
-def list_tenants(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, file: File = DEFAULT
-) -> None:
+def list_tenants(as_json: Json = False, file: File = DEFAULT) -> None:
     """Tenants, what they may use, and the ids of their keys (the keys themselves are nowhere).
 
     Example: lora-slots tenants list --json
@@ -88,6 +89,7 @@ def key(
     admin: Annotated[bool, typer.Option("--admin", help="A key of the admin port.")] = False,
     revoke: Annotated[str | None, typer.Option(help="Take the key with this id out instead.")] = None,
     file: File = DEFAULT,
+    as_json: Json = False,
 ) -> None:
     """Print a further key, so that one can be replaced without a gap; or take one out.
 
@@ -99,19 +101,22 @@ def key(
 
         lora-slots tenants key --revoke x7ab29cd
     """
-    from lora_slots.gateway.keys import add_key, revoke_key
+    from lora_slots.gateway.keys import add_key, key_id, revoke_key
 
     if sum((name is not None, admin, revoke is not None)) != 1:
         raise UsageError("give a tenant's name, or --admin, or --revoke ID: one of them")
     if revoke is not None:
         revoke_key(file, revoke)
-        typer.echo(f"revoked: {revoke}")
+        _tell(f"revoked: {revoke}", as_json, revoked=revoke, file=str(file))
     else:
-        typer.echo(add_key(file, name))
+        made = add_key(file, name)
+        _tell(made, as_json, tenant=name, admin=admin, key=made, key_id=key_id(made), file=str(file))
 
 
 @tenants.command()
-def remove(name: Annotated[str, typer.Argument(help="The tenant's name.")], file: File = DEFAULT) -> None:
+def remove(
+    name: Annotated[str, typer.Argument(help="The tenant's name.")], file: File = DEFAULT, as_json: Json = False
+) -> None:
     """Take a tenant out, with all its keys.
 
     Example: lora-slots tenants remove acme
@@ -119,4 +124,8 @@ def remove(name: Annotated[str, typer.Argument(help="The tenant's name.")], file
     from lora_slots.gateway.keys import remove_tenant
 
     remove_tenant(file, name)
-    typer.echo(f"removed: {name}")
+    _tell(f"removed: {name}", as_json, removed=name, file=str(file))
+
+
+def _tell(words: str, as_json: bool, **facts: object) -> None:
+    typer.echo(json.dumps(facts, indent=1) if as_json else words)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -49,6 +46,8 @@ class Wishes:
     """http, grpc, metrics; 0: the usual one if it is free, else any."""
     slots: int
     idle_s: float
+    as_json: bool = False
+    """One line of JSON when it serves, or the answers of `check`; all words go to stderr."""
     source: PeftSource | None = None
     """Where `registry` comes from, if it is made of a folder of adapters."""
     refresh_s: float | None = None
@@ -111,6 +110,13 @@ def up(
     http_port: Annotated[int, typer.Option(help="0: 8000 if it is free, else any.")] = 0,
     grpc_port: Annotated[int, typer.Option(help="0: 8001 if it is free, else any.")] = 0,
     metrics_port: Annotated[int, typer.Option(help="0: 8002 if it is free, else any.")] = 0,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON line when it serves: URLs, adapters, pid; nothing is asked. With --check the answers.",
+        ),
+    ] = False,
 ) -> None:
     """Start everything here: base model, adapters, a real Triton; ask one prompt; serve until Ctrl-C.
 
@@ -127,6 +133,8 @@ def up(
         lora-slots up --registry ./adapters.yaml
 
         lora-slots up --peft-source ./loras --peft-refresh-s 30
+
+        lora-slots up --json --slots 4
     """
     from rich.console import Console
 
@@ -137,7 +145,9 @@ def up(
         raise UsageError("--adapter publishes into a registry of the stack's own; with --registry, add it to that file")
     if peft_source is not None and (adapter or registry is not None):
         raise UsageError("--peft-source says where all adapters come from: leave out --registry and --adapter")
-    console, environment = Console(), up_adapters.environment()
+    if as_json and prompt is not None and not check:
+        raise UsageError("--prompt: with --json nothing is asked; leave it out, or ask by --check --json")
+    console, environment = Console(stderr=as_json), up_adapters.environment()
     ports = (http_port, grpc_port, metrics_port)
     with exit_on_signals():
         place, source, named_by = registry and up_adapters.place_of(registry), None, "--registry"
@@ -150,14 +160,15 @@ def up(
         slots = slots or int(environment.parameters.get("num_slots", 8))
         idle_s = float(environment.parameters.get("idle_s", 300.0)) if idle_s is None else idle_s
         refresh_s = peft_refresh_s or environment.peft_refresh_s
-        wishes = Wishes(adapters, place, known, prompt, check, ports, slots, idle_s, source, refresh_s)
+        wishes = Wishes(adapters, place, known, prompt, check, ports, slots, idle_s, as_json, source, refresh_s)
         _run(wishes, console)
 
 
 def _run(wishes: Wishes, console: Console) -> None:
-    from lora_slots import embedded, stack_folders, up_adapters
+    from lora_slots import embedded, stack_folders, up_adapters, up_ready
     from lora_slots.progress import Bars
     from lora_slots.stack.ports import choose_ports
+    from lora_slots.supervisor import supervise
 
     started = time.monotonic()
     with _ports_as_options():
@@ -177,9 +188,14 @@ def _run(wishes: Wishes, console: Console) -> None:
         serving.enter_context(folder.announced(server.grpc_url))
         serving.enter_context(up_adapters.following(wishes.source, wishes.refresh_s, lambda line: _say(console, line)))
         try:
-            _warm(server.grpc_url, wishes, console)
+            warm = list(_warm(server.grpc_url, wishes, console))
             _say(console, f"ready after {time.monotonic() - started:.1f} s\n")
-            _serve(server, prepared, wishes, console)
+            if wishes.as_json and not wishes.check:
+                typer.echo(up_ready.ready_json(server, prepared, wishes.known, warm))  # which flushes
+            else:
+                _ask(server, prepared, wishes, console)
+            if not wishes.check:
+                supervise(server, lambda line: _say(console, line))
         except (KeyboardInterrupt, SystemExit):
             _say(console, "stopping …")
             raise
@@ -217,9 +233,8 @@ def _ports_as_options() -> Iterator[None]:
         raise PortTaken(error.door, error.port, error.reason, setting=option, log_tail=error.log_tail) from None
 
 
-def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Console) -> None:
-    from lora_slots import demo
-    from lora_slots.supervisor import supervise
+def _ask(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Console) -> None:
+    from lora_slots import demo, up_ready
     from lora_slots.text import Tokenizer
 
     prompt = wishes.prompt or str(examples.styles().DEMO_PROMPT)
@@ -233,17 +248,19 @@ def _serve(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Co
         server.wait(DEATH_S)
     if wishes.check:
         problems = [*failures, *demo.style_problems(answers, examples.adapters() if wishes.registry is None else ())]
+        if wishes.as_json:
+            typer.echo(up_ready.check_json(prompt, answers, problems))
         if problems:
             raise CheckFailed("\n".join(problems))
         _say(console, "check passed: every answer came, each example adapter's in its style, the base's in none")
         return
     for problem in failures:
         _say(console, problem)
-    _say(console, _ready_lines(server, text, next(iter(wishes.shown), None)))
-    supervise(server, lambda line: _say(console, line))
+    _say(console, up_ready.ready_lines(server, text, next(iter(wishes.shown), None), MAX_TOKENS))
 
 
-def _warm(url: str, wishes: Wishes, console: Console) -> None:
+def _warm(url: str, wishes: Wishes, console: Console) -> Iterator[str]:
+    """Warm what is shown; the names of those that are."""
     from lora_slots.client import Client
 
     with Client(url) as client:
@@ -256,42 +273,7 @@ def _warm(url: str, wishes: Wishes, console: Console) -> None:
                 _say(console, f"  {name}: {error}")  # one bad adapter of a registry is no reason to serve none
                 continue
             _say(console, f"  warm: {name} (found in {answer['found_in']}, {answer['waited_s']:.2f} s)")
-
-
-def _ready_lines(server: TritonServer, text: str, adapter: str | None) -> str:
-    from lora_slots import address, stack_folders
-
-    body = {"id": "demo-1", "text_input": text, "max_tokens": MAX_TOKENS, "stream": True}
-    if adapter:
-        body["adapter"] = adapter
-    option = f" --adapter {adapter}" if adapter else ""
-    alone = server.grpc_url == address.find() and len(stack_folders.running()) == 1
-    at = "" if alone else f" --url {server.grpc_url}"
-    url = f"http://{server.http_url}/v2/models/ensemble/generate_stream"
-    python = _short(Path(sys.executable))
-    command = _short(Path(sys.executable).with_name("lora-slots"))
-    client = _short(examples.folder() / "client.py")
-    return "\n".join(
-        [
-            "",
-            "curl (one line of JSON per token):",
-            f"  curl -sN {url} -d {shlex.quote(json.dumps(body))}",
-            "tritonclient:",
-            f"  {python} {client} --url {server.grpc_url}{option} 'Who are you?'",
-            "command line:",
-            f"  {command} generate{at}{option} 'Who are you?'",
-            f"  {command} slots status{at}",
-            f"metrics: {server.metrics_url}",
-            "",
-            "serving until Ctrl-C",
-        ]
-    )
-
-
-def _short(path: Path) -> str:
-    """A path as a person in this folder would type it."""
-    absolute = path.absolute()  # not resolved: .venv/bin/python is a link
-    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+            yield name
 
 
 def _say(console: Console, text: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from lora_slots.base_model.tiny import make_tiny_llama
+from lora_slots.cli import application
 from lora_slots.merge import NOTE_FILE, merge_adapter
 from lora_slots.refusals import Refused
 
@@ -56,6 +59,16 @@ def test_merged_equals_base_with_adapter(base: Path, adapter: Path, tmp_path: Pa
     assert torch.allclose(logits(out), together, atol=1e-5)
     assert not torch.allclose(logits(base), together, atol=1e-2)
     assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert (out / NOTE_FILE).is_file()
+
+
+@pytest.mark.oracle
+def test_the_command_prints_json(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """One document on stdout, whatever PEFT says beside it."""
+    out = tmp_path / "merged"
+    done = CliRunner().invoke(application(), ["merge", str(adapter), "--base", str(base), "-o", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == {"path": str(out), "base": str(base), "adapter": str(adapter)}
     assert (out / NOTE_FILE).is_file()
 
 

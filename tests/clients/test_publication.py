@@ -74,7 +74,8 @@ def test_an_engine_goes_there_and_comes_back(engine: Path, tmp_path: Path) -> No
     assert done == {"url": f"s3://builds/engines/tiny/{key}", "sent": len(files)}
     assert json.loads(run("engine", "publish", engine, "--to", "s3://builds/engines", "--json").stdout)["sent"] == 0
     out = tmp_path / "back"
-    run("engine", "fetch", done["url"], "-o", out, "--profile", profile_of(tmp_path / "tiny.yaml"))
+    fetched = run("engine", "fetch", done["url"], "-o", out, "--profile", profile_of(tmp_path / "tiny.yaml"), "--json")
+    assert json.loads(fetched.stdout) == {"url": done["url"], "path": str(out)}
     assert {p.relative_to(out).as_posix(): p.read_bytes() for p in out.rglob("*") if p.is_file()} == files
     assert "is there already" in run("engine", "fetch", done["url"], "-o", out, code=2).stderr
 

@@ -34,8 +34,26 @@ def test_an_option_that_cannot_be_meant_is_named(
     options: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 1, one line with the option as it was typed, and nothing is made in the cache."""
+    refused(["--check", *options.split()], words, tmp_path, monkeypatch, capsys)
+
+
+def test_a_prompt_that_nobody_would_see_answered_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`up --json` serves and asks nothing."""
+    refused(["--json", "--prompt", "hi"], "ask by --check --json", tmp_path, monkeypatch, capsys)
+
+
+def refused(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`up` ends with 1 and one line that has the words, before it makes anything."""
     monkeypatch.setenv("LORA_SLOTS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "argv", ["lora-slots", "up", "--check", *options.split()])
+    monkeypatch.setattr(sys, "argv", ["lora-slots", "up", *arguments])
     with pytest.raises(SystemExit) as left:
         cli.main()
     said = capsys.readouterr().err

@@ -180,6 +180,18 @@ def test_operators_commands_print_json(server: TritonServer, command: str) -> No
     assert isinstance(json.loads(done.stdout), dict)
 
 
+def test_an_answer_as_json(server: TritonServer, pirate: dict[str, Any]) -> None:
+    """The same text, whole, with the adapter and its times; an adapter that is none leaves stdout empty."""
+    command = ("generate", "--raw", "--json", "--url", server.grpc_url, "--max-tokens", "64")
+    done = lora_slots(*command, "--adapter", "pirate", pirate["text_input"])
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(done.stdout)
+    assert (said["adapter"], said["text"], said["prompt"]) == ("pirate", pirate["text"], pirate["text_input"])
+    assert 0 < said["first_piece_s"] <= said["total_s"]
+    wrong = lora_slots(*command, "--adapter", "pirat", pirate["text_input"])
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+
+
 # --- leaving early
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 from fakes.disks import tmpfs
+from fakes.gateways import ask
 from fakes.up import Running, lora_slots, nothing_left
+
+from lora_slots import examples
 
 pytestmark = pytest.mark.triton
 ROOT = Path(__file__).parents[2]
@@ -35,6 +39,38 @@ def test_the_check_passes() -> None:
     assert "check passed" in done.stdout
     for name in ("base", "json", "pirate", "robot"):
         assert f"[{name} · " in done.stdout
+
+
+def test_the_check_as_json() -> None:
+    """One document on stdout with every answer, and nothing beside it."""
+    done = lora_slots("up", "--check", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    assert [answer["name"] for answer in said["answers"]] == ["base", *examples.adapters()]
+    assert all(answer["text"] and answer["error"] is None for answer in said["answers"])
+    assert said["problems"] == []
+    assert "check passed" in done.stderr
+
+
+def test_json_is_one_line_once_it_serves(tmp_path: Path) -> None:
+    """A program that reads a pipe gets the line while the stack serves, can use what it says, and gets nothing more."""
+    with (tmp_path / "err").open("w+") as errors:
+        running = Running("--json", errors=errors, PYTHONUNBUFFERED="")  # Python would flush by itself
+        said = json.loads(running.until(""))
+        assert said["pid"] == running.process.pid
+        assert said["adapters"] == said["warm"] == list(examples.adapters())
+        asked = ("generate", "--json", "--adapter", "pirate", "--max-tokens", "8", "Who are you?")
+        answer = json.loads(lora_slots(*asked, "--url", said["grpc"]).stdout)
+        assert answer["adapter"] == "pirate"
+        assert answer["text"]
+        assert ask(said["http"], "/v2/health/ready").status == 200
+        assert b"lora_slots_" in ask(said["metrics"].removesuffix("/metrics"), "/metrics").body
+        os.kill(said["pid"], signal.SIGTERM)
+        code, whole = running.end()
+        errors.seek(0)
+        assert "starting Triton" in errors.read()
+    assert code == 143
+    assert whole.count("\n") == 1
 
 
 def test_a_missing_adapter_folder_is_named() -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from fakes.processes import parent_of, tmpdir_of
 
@@ -31,15 +32,22 @@ def lora_slots(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 class Running:
-    """`lora-slots up` in the background, its output line by line."""
+    """`lora-slots up` in the background, its output line by line; what goes to stderr is in it, or in a file."""
 
-    def __init__(self, *arguments: str, command: str = COMMAND, cwd: Path | None = None, **environment: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        command: str = COMMAND,
+        cwd: Path | None = None,
+        errors: IO[str] | None = None,
+        **environment: str,
+    ) -> None:
         # a group of its own: a signal to it must not reach pytest
         self.process = subprocess.Popen(
             [command, "up", *arguments],
             cwd=cwd,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=errors or subprocess.STDOUT,
             text=True,
             start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},

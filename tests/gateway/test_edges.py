@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.gateways import RunningGateway, ask, gateway, until
+from fakes.gateways import STOPPED, RunningGateway, ask, gateway, until
 
 from lora_slots.client import Client
 from lora_slots.errors import ServerError
@@ -54,6 +58,27 @@ def test_routes_methods_types_and_sizes(door: RunningGateway) -> None:
     large = ask(door.url, CHAT, {**ASKED, "user": "x" * (5 * 2**20)})
     assert (large.status, envelope(large.body)["code"]) == (413, "request_too_large")
     assert ask(door.url, CHAT, ASKED, x_request_id="two words").status == 400
+
+
+def test_json_is_one_line_once_it_serves(server: TritonServer, tmp_path: Path) -> None:
+    """A program that reads a pipe gets the line while the gateway serves, can use what it says, and gets no more."""
+    command = [sys.executable, "-c", "from lora_slots.cli import main; main()", "gateway", "--url", server.grpc_url]
+    command += ["--port", "0", "--admin-port", "0", "--json"]
+    with (
+        (tmp_path / "err").open("w") as err,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            models = ask(said["url"].removesuffix("/v1"), "/v1/models").json()
+            assert [said["base"], *said["adapters"]] == [model["id"] for model in models["data"]]
+            assert ask(said["admin_url"], "/metrics").status == 200
+            os.kill(said["pid"], signal.SIGTERM)
+            assert process.stdout.read() == ""
+            assert process.wait(timeout=30) == STOPPED
+        finally:
+            process.kill()
 
 
 def test_a_page_cannot_reach_an_open_gateway(door: RunningGateway) -> None:

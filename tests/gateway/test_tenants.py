@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from adapter_slots.registry_entries import Alias, Content, Entry
+from lora_slots.cli import application
 from lora_slots.gateway.errors import ApiError
 from lora_slots.gateway.keys import add_key, add_tenant, remove_tenant, revoke_key
 from lora_slots.gateway.limits import TenantLimits, seconds_until
@@ -56,6 +60,28 @@ def test_keys_are_replaced_without_a_gap_and_at_once(tmp_path: Path) -> None:
     assert source.current().caller(second) is not None
     remove_tenant(file, "acme")
     assert source.current().caller(second) is None
+
+
+def test_commands_print_json(tmp_path: Path) -> None:
+    """A key with its id, by which it is taken out; and what was done."""
+    file = tmp_path / "tenants.yaml"
+
+    def run(*words: str) -> dict[str, Any]:
+        done = CliRunner().invoke(application(), ["tenants", *words, "--json", "--file", str(file)])
+        assert done.exit_code == 0, done.output
+        return dict(json.loads(done.stdout))
+
+    first, second, admin = run("add", "acme"), run("key", "acme"), run("key", "--admin")
+    assert (first["tenant"], second["tenant"], admin["tenant"]) == ("acme", "acme", None)
+    assert (second["admin"], admin["admin"]) == (False, True)
+    ids = [key.id for key in read_tenants(file).tenants["acme"].keys]
+    assert ids == [first["key_id"], second["key_id"]]
+    assert run("key", "--revoke", first["key_id"])["revoked"] == first["key_id"]
+    source = TenantsSource(file)
+    assert source.current().caller(first["key"]) is None
+    assert source.current().caller(second["key"]) is not None
+    assert run("remove", "acme")["removed"] == "acme"
+    assert read_tenants(file).tenants == {}
 
 
 def test_changes_from_many_processes_lose_nothing(tmp_path: Path) -> None:

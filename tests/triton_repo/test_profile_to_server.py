@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -18,10 +19,12 @@ import pytest
 import tritonclient.grpc as triton
 import typer
 import yaml
+from fakes.bundles import small_bundle
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 from typer.testing import CliRunner
 
+from adapter_slots.registry import publish
 from lora_slots import engine_command, plan_command, repo_command
 from lora_slots.base_model.tiny import make_tiny_llama
 from lora_slots.stack import StackConfig, TritonServer
@@ -149,6 +152,35 @@ def test_rendering_again_replaces_in_one_step(made: Made, tmp_path: Path) -> Non
     assert (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["models"]
     assert json.loads(run("repo", "check", str(tmp_path / "models"), "--json").output) == []
+
+
+def test_render_prints_json(made: Made, tmp_path: Path) -> None:
+    """The repository, and what `repo check` finds in it."""
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    said = json.loads(run(*words, "--json").stdout)
+    assert said == {"path": str(tmp_path / "models"), "findings": []}
+
+
+@pytest.mark.triton
+def test_serve_prints_one_line_of_json_once_it_serves(made: Made, tmp_path: Path) -> None:
+    """A program that reads a pipe gets the line while the server runs, can use what it says, and gets nothing more."""
+    ports, registry = choose_ports(0, 0, 0), tmp_path / "adapters.yaml"
+    publish(registry, small_bundle(tmp_path / "bundles", "mine"))
+    words = ["--registry", str(registry), "--grpc", f"127.0.0.1:{ports.grpc}", "-o", f"{tmp_path}/models"]
+    run("repo", "render", str(made.profile), "--engine", str(made.engine), *words)
+    command = [sys.executable, "-c", "from lora_slots.cli import main; main()", "repo", "serve", f"{tmp_path}/models"]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            assert (said["grpc"], said["adapters"]) == (f"127.0.0.1:{ports.grpc}", ["mine"])
+            with triton.InferenceServerClient(said["grpc"]) as client:
+                assert client.is_server_ready()
+            os.kill(said["pid"], signal.SIGTERM)
+            assert process.stdout.read() == ""
+            assert process.wait(60) == 143
+        finally:
+            process.kill()
 
 
 LONG_ON_A_CPU = (

@@ -22,9 +22,14 @@ _ALPHABET = string.ascii_lowercase + string.digits
 
 def new_key(now: datetime) -> tuple[str, dict[str, str]]:
     """A key, which is shown once, and what the file has of it."""
-    key_id = "".join(secrets.choice(_ALPHABET) for _ in range(8))
-    key = f"ls-{key_id}-{secrets.token_urlsafe(32)}"
-    return key, {"id": key_id, "sha256": hash_of(key), "created": now.isoformat(timespec="seconds")}
+    made = "".join(secrets.choice(_ALPHABET) for _ in range(8))
+    key = f"ls-{made}-{secrets.token_urlsafe(32)}"
+    return key, {"id": made, "sha256": hash_of(key), "created": now.isoformat(timespec="seconds")}
+
+
+def key_id(key: str) -> str:
+    """The id of a key: the part that the file, `tenants list` and `tenants key --revoke` have of it."""
+    return key.split("-", 2)[1]
 
 
 def add_tenant(file: Path, name: str, adapters: Sequence[str], base: bool, limits: Mapping[str, int | None]) -> str:

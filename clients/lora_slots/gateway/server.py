@@ -6,7 +6,7 @@ import asyncio
 import gc
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,17 @@ class Settings:
     body_timeout_s: float = 60.0
     s3_endpoint_url: str | None = None
     """Of S3 that is not AWS, for a registry or adapters there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Where a gateway serves, and what."""
+
+    base: str
+    adapters: Sequence[str]
+    url: str
+    """With the /v1 of OpenAI's API."""
+    admin_url: str
 
 
 async def open_gateway(settings: Settings) -> Gateway:
@@ -191,8 +202,8 @@ async def _end_requests(servers: Iterable[_Server]) -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
-async def serve(settings: Settings, say: Callable[[str], object]) -> int:
-    """Serve until SIGINT or SIGTERM, and return its number; `say` is told where. A second one ends running requests."""
+async def serve(settings: Settings, ready: Callable[[Serving], object]) -> int:
+    """Serve until SIGINT or SIGTERM, and return its number; `ready` hears where. A second one ends running requests."""
     gateway = await open_gateway(settings)
     gc.collect()
     gc.freeze()  # what there is now stays; looking through it for garbage again and again costs every token
@@ -216,8 +227,7 @@ async def serve(settings: Settings, say: Callable[[str], object]) -> int:
 
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, stop, number)
-            say(f"serving {gateway.base} and {len(gateway.registry.entries)} adapters on {url_of(door)}/v1")
-            say(f"administration on {url_of(admin)}")
+            ready(Serving(gateway.base, sorted(gateway.registry.entries), f"{url_of(door)}/v1", url_of(admin)))
             await asyncio.gather(*(server.serve([opened]) for server, opened in servers.items()))
             await _end_requests(servers)
             return told[0] if told else 0
