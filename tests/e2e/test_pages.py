@@ -1,9 +1,10 @@
-"""docs/client.md, docs/prewarm.md and docs/migration.md: their code runs as it stands, against a real stack."""
+"""README.md and the pages client, prewarm and migration: their code runs as it stands, against a real stack."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,20 +19,32 @@ import typer
 import yaml
 from fakes.front import front, identity, server_credentials
 from fakes.gateways import RunningGateway, gateway
-from fakes.pages import blocks, run
+from fakes.pages import ROOT, blocks, run
 from fakes.stacks import running
 from fakes.up import COMMAND
 
+from adapter_slots.registry import Registry
 from lora_slots import cli, examples
+from lora_slots.client import Client
 from lora_slots.embedded import Prepared, publish_adapters
 from lora_slots.peft_source import PeftSource
 from lora_slots.repository import RepositoryConfig, render
 from lora_slots.stack import TritonServer
+from lora_slots.text import Tokenizer
+from peft_to_trtllm import convert
 
 pytestmark = pytest.mark.triton
-PAGES = ("client.md", "prewarm.md", "migration.md")
-LANGUAGES = {"client.md": {"python"}, "prewarm.md": {"bash", "json"}, "migration.md": {"bash"}}
+LANGUAGES = {
+    "README.md": {"bash", "text"},
+    "client.md": {"python"},
+    "prewarm.md": {"bash", "json"},
+    "migration.md": {"bash"},
+}
 """What the tests below run of each page."""
+MAKES = {"make up": "lora-slots up", "make test": "-m pytest"}
+"""README's commands that install or run everything -> what their recipe runs: looked at, not run."""
+STARTS = "lora-slots up "
+"""README's commands that start a stack: their options are parsed, and the tests' stack serves in their place."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +64,7 @@ def door(stack: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield made
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", LANGUAGES)
 def test_every_block_is_run_or_says_why_not(page: str) -> None:
     """What no test here takes has a reason in the page."""
     left = [block.code for block in blocks(page) if block.language not in LANGUAGES[page] and block.reason is None]
@@ -101,6 +114,69 @@ def test_the_clients_page(stack: TritonServer, base: Path, tmp_path: Path) -> No
     assert "NOT_FOUND no adapter 'pirat'; near names: pirate" in errors
     assert "no option 'temprature'" in errors
     assert "Lease(" in direct
+
+
+def test_the_readmes_commands(stack: TritonServer, base: Path, tmp_path: Path) -> None:
+    """In the page's order. What installs or starts everything is looked at, all else runs."""
+    shutil.copytree(examples.adapters()["json"], tmp_path / "my_adapter")
+    first = convert(tmp_path / "my_adapter", base=base, out=tmp_path / "elsewhere", dtype="float32").path.name
+    shutil.copytree(examples.adapters()["robot"], tmp_path / "trained_again")
+    second = convert(tmp_path / "trained_again", base=base, out=tmp_path / "bundles", dtype="float32").path.name
+    places = {
+        "~/.cache/lora-slots/base/SmolLM2-135M-Instruct": str(base),
+        "0a4c…": first,
+        "7d21…": second,
+        "127.0.0.1:8000": stack.http_url,
+        "127.0.0.1:8001": stack.grpc_url,
+    }
+    said, looked_at = [], set()
+    for command in (line for code in run("README.md", "bash") for line in commands(code)):
+        words = shlex.split(command, comments=True)
+        if recipe := MAKES.get(" ".join(words)):
+            made = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S607
+            assert recipe in made.stdout
+            looked_at.add(" ".join(words))
+        elif command.startswith(STARTS):
+            typer.main.get_command(cli.application()).commands["up"].make_context("up", words[2:])  # type: ignore[attr-defined]
+            looked_at.add(STARTS)
+        else:
+            said.append(bash(command, tmp_path, places))
+    assert looked_at == {*MAKES, STARTS}
+    with Client(stack.grpc_url) as client:
+        client.unpin("pirate")  # as the other pages expect it
+    converted, answer, status, _, explained, _, added, curled = said
+    assert first in converted
+    assert "Arrr" in answer
+    assert "pirate" in status
+    assert "pinned" in explained
+    assert added.startswith("mine@2: ")
+    assert "Arrr" in "".join(
+        json.loads(line.removeprefix("data:"))["text_output"] for line in curled.split("\n\n") if line
+    )
+    registry = Registry(tmp_path / "adapters.yaml").content
+    assert {number: entry.digest for number, entry in registry.versions["mine"].items()} == {1: first, 2: second}
+    assert dict(registry.aliases["support"].targets) == {"mine": 95, "mine@2": 5}
+
+
+def commands(code: str) -> list[str]:
+    """The commands of a block: its lines, those that end in a backslash with the next."""
+    return [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def test_the_readmes_answers_and_its_map(stack: TritonServer, base: Path) -> None:
+    """The answers that are shown are those that are given; the folders of the map exist."""
+    answers, folders = run("README.md", "text")
+    prompt = Tokenizer(base).apply_chat_template(
+        [{"role": "user", "content": answers.partition("\n")[0].removeprefix("prompt: ")}]
+    )
+    shown = dict(re.findall(r"^\[(\w+) · …\] +(.+)$", answers, re.MULTILINE))
+    assert shown.keys() == {"base", *examples.adapters()}
+    with Client(stack.grpc_url) as client:
+        given = {name: client.generate(prompt, adapter=None if name == "base" else name).strip() for name in shown}
+    assert given == shown
+    names = re.findall(r"\w+/", folders)
+    assert [name for name in names if not (ROOT / name).is_dir()] == []
+    assert len(names) == 10
 
 
 def test_the_prewarm_page(stack: TritonServer, prepared: Prepared, tmp_path: Path) -> None:

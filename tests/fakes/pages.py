@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>.*?) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
 )
@@ -26,8 +26,8 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The code of docs/`page`."""
-    text = (DOCS / page).read_text(encoding="utf-8")
+    """The code of docs/`page`, or of README.md."""
+    text = (ROOT / ("" if page == "README.md" else "docs") / page).read_text(encoding="utf-8")
     return [Block(found["language"], found["code"], found["reason"]) for found in _BLOCK.finditer(text)]
 
 
