@@ -63,10 +63,11 @@ docs: $(runtime) $(dev) ## write the generated parts of the documents
 docs-check: $(runtime) $(dev) ## the generated parts are up to date, links lead somewhere
 	$(bin)/python ci/docs.py --check
 
-bench: $(runtime) $(dev) ## measure what the router adds, how fast a conversion is, and what a decision costs
+bench: $(runtime) $(dev) ## measure what the router adds, a conversion, a decision, and (if it is on PATH) aiperf's load on the gateway
 	$(bin)/python bench/ensemble.py
 	$(bin)/python bench/convert.py
 	$(bin)/python bench/slots.py
+	$(bin)/python bench/aiperf.py
 
 ci-rehearsal: $(runtime) $(dev) ## the jobs of the workflows, here: real S3, real Triton; engines in dry run
 	$(bin)/python ci/rehearse.py $(ARGS)
