@@ -41,6 +41,7 @@ class Wishes:
     known: Sequence[str]
     """The names of all adapters that are served."""
     prompt: str | None
+    max_tokens: int
     check: bool
     ports: tuple[int, int, int]
     """http, grpc, metrics; 0: the usual one if it is free, else any."""
@@ -99,6 +100,7 @@ def up(
         ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask the base and each adapter.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these answers at most.")] = MAX_TOKENS,
     slots: Annotated[
         int | None,
         typer.Option(min=1, help="Adapters in the engine's working set at most; default: 8. (env: NIM_MAX_GPU_LORAS)"),
@@ -160,7 +162,9 @@ def up(
         slots = slots or int(environment.parameters.get("num_slots", 8))
         idle_s = float(environment.parameters.get("idle_s", 300.0)) if idle_s is None else idle_s
         refresh_s = peft_refresh_s or environment.peft_refresh_s
-        wishes = Wishes(adapters, place, known, prompt, check, ports, slots, idle_s, as_json, source, refresh_s)
+        wishes = Wishes(
+            adapters, place, known, prompt, max_tokens, check, ports, slots, idle_s, as_json, source, refresh_s
+        )
         _run(wishes, console)
 
 
@@ -242,7 +246,7 @@ def _ask(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Cons
     if len(wishes.shown) < len(wishes.known):
         _say(console, f"asked are the base and {', '.join(wishes.shown)}, of {len(wishes.known):,} adapters")
     _say(console, f"prompt: {prompt}\n")
-    answers = demo.ask(server.grpc_url, text, wishes.shown, max_tokens=MAX_TOKENS, console=console)
+    answers = demo.ask(server.grpc_url, text, wishes.shown, max_tokens=wishes.max_tokens, console=console)
     failures = demo.failures(answers)
     if failures:
         server.wait(DEATH_S)
@@ -256,7 +260,7 @@ def _ask(server: TritonServer, prepared: Prepared, wishes: Wishes, console: Cons
         return
     for problem in failures:
         _say(console, problem)
-    _say(console, up_ready.ready_lines(server, text, next(iter(wishes.shown), None), MAX_TOKENS))
+    _say(console, up_ready.ready_lines(server, text, next(iter(wishes.shown), None), wishes.max_tokens))
 
 
 def _warm(url: str, wishes: Wishes, console: Console) -> Iterator[str]:

@@ -80,7 +80,7 @@ def run(work: Callable[[AsyncClient], Coroutine[Any, Any, Any]], url: str) -> An
 def test_whole_and_streamed_texts_are_those_of_peft(server: TritonServer, golden: list[dict[str, Any]]) -> None:
     """Both clients, base and adapters, whole and in pieces."""
     with Client(server.grpc_url) as client:
-        for answer in golden[:4]:
+        for answer in golden[:2]:
             asked = {"adapter": answer["adapter"]}
             pieces = list(client.stream(answer["text_input"], **asked))
             assert len(pieces) > 3

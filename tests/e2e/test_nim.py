@@ -148,7 +148,7 @@ def test_an_adapter_above_the_rank_is_told_and_the_others_are_served(
     file = loras / "robot" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "r": rank + 1}))
     monkeypatch.setenv("NIM_MAX_LORA_RANK", str(rank))
-    up = Running("--check")
+    up = Running("--check", "--max-tokens", "4")
     code, said = up.end()
     assert code == 0, said
     assert f"robot: rank {rank + 1} is above the {rank} that are allowed" in said

@@ -108,7 +108,7 @@ def test_a_registry_of_ones_own_is_served_as_it_is(cache: Path, base: Path, tmp_
     for name in ("json", "one", "two", "three", "yet-another"):  # json: the name of an example adapter, and not that
         publish(registry, bundle, name)
     before = registry.read_bytes()
-    done = lora_slots("up", "--check", "--registry", str(registry))
+    done = lora_slots("up", "--check", "--max-tokens", "4", "--registry", str(registry))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[json · " in done.stdout
     assert "[robot · " not in done.stdout
@@ -128,7 +128,7 @@ def test_a_registry_in_an_object_store_is_served(
         for file in bundle.path.iterdir():
             store.client().upload_file(str(file), "adapters", f"bundles/pirate/{file.name}")
         publish_at("s3://adapters/adapters.yaml", "pirate", bundle.digest, "s3://adapters/bundles/pirate")
-        done = lora_slots("up", "--check", "--registry", "s3://adapters/adapters.yaml")
+        done = lora_slots("up", "--check", "--max-tokens", "4", "--registry", "s3://adapters/adapters.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warm: pirate (found in REMOTE" in done.stdout
 
@@ -141,7 +141,7 @@ def test_one_bad_adapter_of_a_registry_is_told_and_the_others_serve(cache: Path,
     for weights in tmp_path.glob("own/*/model.lora_weights.npy"):
         if "pirate" in (weights.parent / "bundle.json").read_text():
             weights.write_bytes(weights.read_bytes()[:-4])
-    done = lora_slots("up", "--check", "--registry", str(registry))
+    done = lora_slots("up", "--check", "--max-tokens", "4", "--registry", str(registry))
     assert done.returncode == 3, done.stdout + done.stderr
     assert "warm: robot" in done.stdout
     assert "pirate: " in done.stderr

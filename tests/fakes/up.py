@@ -32,7 +32,10 @@ def lora_slots(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 class Running:
-    """`lora-slots up` in the background, its output line by line; what goes to stderr is in it, or in a file."""
+    """`lora-slots up` in the background, its output line by line; what goes to stderr is in it, or in a file.
+
+    Its first answers are short: most tests wait for what comes after them.
+    """
 
     def __init__(
         self,
@@ -42,9 +45,10 @@ class Running:
         errors: IO[str] | None = None,
         **environment: str,
     ) -> None:
+        short = [] if {"--check", "--json", "--max-tokens"} & set(arguments) else ["--max-tokens", "4"]
         # a group of its own: a signal to it must not reach pytest
         self.process = subprocess.Popen(
-            [command, "up", *arguments],
+            [command, "up", *arguments, *short],
             cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=errors or subprocess.STDOUT,
