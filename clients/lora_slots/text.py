@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from lora_slots.text_bound import longest_token
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -46,6 +48,15 @@ class Tokenizer:
         """Token ids of `text`; pass add_special_tokens=False for text that a chat template made."""
         return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """What `encode` gives for each of `texts`, without holding the interpreter's lock: other threads go on."""
+        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [one.ids for one in found]
+
+    def least_tokens(self, text: str) -> int:
+        """So many tokens `text` has at least, found without looking at it; 0: nothing is known."""
+        return -(-len(text) // self._longest_token) if self._longest_token else 0
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary give nothing."""
         return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -54,6 +65,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
         return self._inner.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        return longest_token(json.loads(self._inner.to_str()), frozenset(byte_spelling()))
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

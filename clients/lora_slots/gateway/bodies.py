@@ -7,14 +7,13 @@ for the client's own records.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     ValidationError,
     ValidationInfo,
@@ -23,11 +22,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from lora_slots.gateway.errors import ApiError
+from lora_slots.gateway.body_errors import refusal
+from lora_slots.gateway.body_size import read_document
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1000
 MAX_BIASES: Final = 1024
+MAX_MESSAGES: Final = 4096
+MAX_PARTS: Final = 4096
+"""Content parts of one message."""
 
 
 def only(*values: Any, why: str = "is not supported by this server") -> Any:
@@ -44,10 +47,10 @@ def _stops(value: Any) -> Any:
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and len(stops) > MAX_STOPS:
+        raise wrong(f"at most {MAX_STOPS} stop texts, found {len(stops)}")
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise wrong(f"must be a text or a list of up to {MAX_STOPS} texts")
-    if len(stops) > MAX_STOPS:
-        raise wrong(f"at most {MAX_STOPS} stop texts, found {len(stops)}")
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
         raise wrong(f"a stop text has 1 to {MAX_STOP_CHARS} characters")
     return tuple(stops)
@@ -74,6 +77,8 @@ def _content(value: Any) -> Any:
         return value
     if not isinstance(value, list) or not value:
         raise wrong("must be a text or a list of text parts")
+    if len(value) > MAX_PARTS:
+        raise wrong(f"at most {MAX_PARTS} parts, found {len(value)}")
     texts = []
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -92,18 +97,20 @@ def _content(value: Any) -> Any:
 
 def _prompts(value: Any) -> Any:
     """Each prompt is a text or a list of token ids."""
-    if isinstance(value, str) or (isinstance(value, list) and value and all(_is_token(one) for one in value)):
+    if isinstance(value, str) or _are_tokens(value):
         return (value,)
-    if isinstance(value, list) and value:
-        if all(isinstance(one, str) for one in value):
-            return tuple(value)
-        if all(isinstance(one, list) and one and all(_is_token(token) for token in one) for one in value):
-            return tuple(value)
+    if isinstance(value, list) and value and (_are_texts(value) or all(map(_are_tokens, value))):
+        return tuple(value)
     raise wrong("must be a text, a list of texts, a list of token ids, or a list of lists of token ids; none empty")
 
 
-def _is_token(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
+def _are_texts(value: list[Any]) -> bool:
+    return all(isinstance(one, str) for one in value)
+
+
+def _are_tokens(value: Any) -> bool:
+    # set and min: there may be hundreds of thousands
+    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**31
 
 
 _TEXT = {"type": "string"}
@@ -128,6 +135,7 @@ Content = Annotated[
                 {
                     "type": "array",
                     "minItems": 1,
+                    "maxItems": MAX_PARTS,
                     "items": {
                         "type": "object",
                         "properties": {"type": {"const": "text"}, "text": _TEXT},
@@ -217,7 +225,7 @@ class GenerationBody(_Strict):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Any = only(0, why="the engine gives the log-probabilities of chosen tokens only: 0 or nothing")
@@ -249,73 +257,13 @@ class CompletionBody(GenerationBody):
     suffix: Any = only()
 
 
-_CODES = {
-    "missing": "missing_required_parameter",
-    "extra_forbidden": "unknown_parameter",
-    "unsupported_parameter": "unsupported_parameter",
-    "invalid_value": "invalid_value",
-}
-_WORDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "missing": lambda _: "is required",
-    "string_type": lambda _: "must be a text",
-    "int_type": lambda _: "must be a whole number",
-    "float_type": lambda _: "must be a number",
-    "bool_type": lambda _: "must be true or false",
-    "list_type": lambda _: "must be a list",
-    "dict_type": lambda _: "must be an object",
-    "model_type": lambda _: "must be an object",
-    "finite_number": lambda _: "must be a finite number",
-    "too_short": lambda c: f"needs at least {c['min_length']}",
-    "string_too_short": lambda c: f"needs at least {c['min_length']} characters",
-    "string_too_long": lambda c: f"takes at most {c['max_length']} characters",
-    "greater_than": lambda c: f"must be above {c['gt']}",
-    "greater_than_equal": lambda c: f"must be at least {c['ge']}",
-    "less_than": lambda c: f"must be below {c['lt']}",
-    "less_than_equal": lambda c: f"must be at most {c['le']}",
-    "literal_error": lambda c: f"must be {c['expected']}",
-    "int_parsing_size": lambda _: "is too large a number",
-}
-
-
 Body = TypeVar("Body", bound=BaseModel)
 
 
 def read_body(kind: type[Body], raw: bytes) -> Body:
-    """A body as its model. Raises ApiError 400 with every wrong field; `param` names the first."""
+    """A body as its model. Raises ApiError 400 with every wrong field, and of a list the first; `param` names one."""
+    document = read_document(raw)
     try:
-        return kind.model_validate_json(raw)
+        return kind.model_validate(document)
     except ValidationError as error:
         raise refusal(error, tuple(kind.model_fields)) from None
-
-
-def refusal(error: ValidationError, known: Sequence[str]) -> ApiError:
-    """Every problem of a body in one answer; `known` are the fields it could have had."""
-    problems = error.errors(include_url=False, include_input=False)
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"The body is not JSON: {first['ctx']['error']}", code="invalid_json")
-    if not first["loc"]:
-        return ApiError(400, "The body must be a JSON object", code="invalid_type")
-    texts = [_text(problem, known) for problem in problems[:10]]
-    if len(problems) > 10:
-        texts.append(f"and {len(problems) - 10} more")
-    kind = first["type"]
-    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    return ApiError(400, "; ".join(texts), code=code, param=path_of(first["loc"]))
-
-
-def path_of(loc: Sequence[int | str]) -> str:
-    """`messages[0].content`."""
-    path = ""
-    for step in loc:
-        path += f"[{step}]" if isinstance(step, int) else f".{step[:60]}" if path else step[:60]
-    return path
-
-
-def _text(problem: Any, known: Sequence[str]) -> str:
-    path, kind = path_of(problem["loc"]), problem["type"]
-    if kind == "extra_forbidden":
-        near = difflib.get_close_matches(path, known, n=1) if len(problem["loc"]) == 1 else []
-        return f"there is no parameter {path!r}" + (f", did you mean {near[0]!r}?" if near else "")
-    words = _WORDS.get(kind)
-    return f"{path}: {words(problem.get('ctx', {})) if words else problem['msg']}"

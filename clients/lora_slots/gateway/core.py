@@ -8,9 +8,11 @@ import random
 import secrets
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -19,7 +21,7 @@ from lora_slots.gateway.bodies import ChatBody, CompletionBody
 from lora_slots.gateway.door import Door
 from lora_slots.gateway.errors import invalid, unauthorized
 from lora_slots.gateway.generation import Generation
-from lora_slots.gateway.jobs import EngineFacts, Job, chat_job, chat_text, completion_job
+from lora_slots.gateway.jobs import EngineFacts, Job, chat_job, chat_text, check_text, completion_job, prompt_param
 from lora_slots.gateway.limits import TenantLimits
 from lora_slots.gateway.metrics import GatewayMetrics
 from lora_slots.gateway.names import Target, allowed, reads_as_base, resolve, unknown
@@ -33,8 +35,11 @@ COLD = ("wait", "fail", "base")
 _chance = random.SystemRandom()
 MAX_ANSWERS = 128
 """Answers of one request: prompts × n."""
-_LONG_TEXT = 16_384
-"""Characters from which a text is tokenised in a thread: 10 ms of it would hold up every stream."""
+_LONG_TEXT = 4096
+"""Characters of a request from which they are tokenised in a thread: a few ms of it would hold up every stream."""
+_MESSAGE = 64
+"""Characters that count for a message beside its text: the template takes its time for an empty one too."""
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +130,29 @@ class Gateway:
 
     async def _chat(self, body: ChatBody) -> Job:
         check_count(1, body.n)
-        ids = await self._encode(chat_text(body, self.tokenizer), add_special_tokens=False)
-        return chat_job(body, ids, self.tokenizer, self.facts, new_seed())
+
+        def encode() -> list[int]:
+            text = chat_text(body, self.tokenizer)
+            check_text(text, self.tokenizer, self.facts, "messages")
+            return self.tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+        size = sum(len(message.content) + _MESSAGE for message in body.messages)
+        return chat_job(body, await _run(encode, size), self.tokenizer, self.facts, new_seed())
 
     async def _completion(self, body: CompletionBody) -> Job:
-        check_count(len(body.prompt), body.n)
-        prompts = [
-            await self._encode(one, add_special_tokens=True) if isinstance(one, str) else one for one in body.prompt
-        ]
-        return completion_job(body, prompts, self.tokenizer, self.facts, new_seed())
+        count = len(body.prompt)
+        check_count(count, body.n)
+        texts = {i: one for i, one in enumerate(body.prompt) if isinstance(one, str)}
+        for i, text in texts.items():
+            check_text(text, self.tokenizer, self.facts, prompt_param(i, count))
+        encode = partial(self.tokenizer.encode_batch, list(texts.values()), add_special_tokens=True)
+        ids = await _run(encode, sum(map(len, texts.values()))) if texts else body.prompt
+        return completion_job(body, ids, self.tokenizer, self.facts, new_seed())
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if len(text) < _LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+async def _run(encode: Callable[[], _Result], size: int) -> _Result:
+    """The result, from a thread if `size` characters would take long."""
+    return encode() if size < _LONG_TEXT else await asyncio.to_thread(encode)
 
 
 def check_count(prompts: int, n: int | None) -> None:

@@ -77,10 +77,13 @@ def unavailable(message: str, code: str, retry_after_s: float = _UNAVAILABLE_RET
     return ApiError(503, message, kind="server_error", code=code, headers=headers)
 
 
-def context_too_long(prompt: int, answer: int | None, limit: int, param: str) -> ApiError:
-    """A prompt (and the answer that was asked for) beyond the engine; every length is named."""
+def context_too_long(prompt: int, answer: int | None, limit: int, param: str, *, at_least: bool = False) -> ApiError:
+    """A prompt (and the answer that was asked for) beyond the engine; every length is named.
+
+    `at_least`: the prompt was not tokenised, it has `prompt` tokens or more.
+    """
     if answer is None:
-        text = f"The prompt has {prompt} tokens, and the engine takes at most {limit}."
+        text = f"The prompt has {'at least ' * at_least}{prompt} tokens, and the engine takes at most {limit}."
     else:
         text = (
             f"The prompt has {prompt} tokens and {answer} were asked for in the answer: {prompt + answer} together, "

@@ -7,7 +7,7 @@ seed for all).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,18 @@ def chat_text(body: ChatBody, tokenizer: Tokenizer) -> str:
         raise invalid(f"messages: the model's chat template refuses them: {cause[:200]}", "messages") from None
 
 
+def check_text(text: str, tokenizer: Tokenizer, facts: EngineFacts, param: str) -> None:
+    """Refuse a text that cannot fit, before it is tokenised. Raises ApiError 400."""
+    least = tokenizer.least_tokens(text)
+    if least > facts.max_prompt:
+        raise context_too_long(least, None, facts.max_prompt, param, at_least=True)
+
+
+def prompt_param(index: int, count: int) -> str:
+    """How one of `count` prompts is named."""
+    return "prompt" if count == 1 else f"prompt[{index}]"
+
+
 def chat_job(body: ChatBody, prompt: list[int], tokenizer: Tokenizer, facts: EngineFacts, seed: int) -> Job:
     """The job of a conversation whose text has the ids `prompt`. Raises ApiError 400."""
     given = body.max_completion_tokens or body.max_tokens
@@ -93,7 +105,7 @@ def chat_job(body: ChatBody, prompt: list[int], tokenizer: Tokenizer, facts: Eng
 
 
 def completion_job(
-    body: CompletionBody, prompts: list[list[int]], tokenizer: Tokenizer, facts: EngineFacts, seed: int
+    body: CompletionBody, prompts: Sequence[list[int]], tokenizer: Tokenizer, facts: EngineFacts, seed: int
 ) -> Job:
     """The job of prompts with the ids `prompts`. Raises ApiError 400."""
     n = body.n or 1
@@ -103,7 +115,7 @@ def completion_job(
         raise invalid("echo: the engine gives no log-probabilities of the prompt: not together with logprobs", "echo")
     given = body.max_tokens or COMPLETION_TOKENS
     for i, prompt in enumerate(prompts):
-        param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+        param = prompt_param(i, len(prompts))
         if not prompt:
             raise invalid(f"{param}: is empty; the engine needs at least one token", param)
         if max(prompt) >= facts.vocab_size:

@@ -82,22 +82,21 @@ async def open_gateway(settings: Settings) -> Gateway:
         text_says = await _parameters_if_there(door, PREPROCESSING)
         engine = _place(settings.engine, engine_says.get("gpt_model_path"), "--engine", "the engine's directory")
         registry = _registry(settings.registry, router_says.get("registry"))
-        tokenizer = _place(
-            settings.tokenizer, text_says.get("tokenizer_dir"), "--tokenizer", "the tokenizer's directory"
-        )
+        texts = _place(settings.tokenizer, text_says.get("tokenizer_dir"), "--tokenizer", "the tokenizer's directory")
+        tokenizer = Tokenizer(texts)
         limits = EngineShape.from_engine_config(engine).request_limits
         gateway = Gateway(
             door,
             await asyncio.to_thread(Registry, registry, endpoint_url=settings.s3_endpoint_url),
-            Tokenizer(tokenizer),
+            tokenizer,
             EngineFacts(limits.max_seq_len, limits.max_input_len, limits.vocab_size),
-            settings.base_name or tokenizer.resolve().name,
+            settings.base_name or texts.resolve().name,
             tenants,
             settings.max_body_bytes,
             settings.body_timeout_s,
-            Conversion(tokenizer, engine) if not router_says.get("disk_dir") else None,
+            Conversion(texts, engine) if not router_says.get("disk_dir") else None,
         )
-        _ = gateway.tokenizer.eos_ids, gateway.tokenizer.token_bytes  # read once, not in the first request
+        _ = tokenizer.eos_ids, tokenizer.token_bytes, tokenizer.least_tokens("")  # read once, not in the first request
     except BaseException:
         await door.close()
         raise

@@ -1,0 +1,144 @@
+"""How few tokens a text can have, and many texts at once, against tokenizers itself."""
+
+import copy
+import json
+import sys
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_slots.base_model import make_tiny_llama
+from lora_slots.text import Tokenizer, byte_spelling
+from lora_slots.text_bound import longest_token
+
+ALPHABET = frozenset(byte_spelling())
+LLAMA_2: dict[str, Any] = {
+    "added_tokens": [],
+    "normalizer": {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ],
+    },
+    "pre_tokenizer": None,
+    "model": {
+        "type": "BPE",
+        "byte_fallback": True,
+        "vocab": {
+            token: i
+            for i, token in enumerate(["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abc", "ab", "abc", "▁abc"])
+        },
+        "merges": ["a b", "ab c", "▁ abc"],
+        "unk_token": "<unk>",
+        "fuse_unk": True,
+    },
+}
+
+
+def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Sets what a path such as "model.type" leads to."""
+
+    def set_it(definition: dict[str, Any]) -> None:
+        *path, last = place.split(".")
+        for step in path:
+            definition = definition[step]
+        definition[last] = value
+
+    return set_it
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The tokenizer.json of the tiny Llama."""
+    path = make_tiny_llama(tmp_path_factory.mktemp("tiny"), seed=1, vocab=400)
+    return dict(json.loads((path / "tokenizer.json").read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module", params=["byte-level", "NFC", "Llama 2"])
+def tokenizer(
+    request: pytest.FixtureRequest, byte_level: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
+    """Tokenizers of the kinds that have a bound."""
+    definition = LLAMA_2 if request.param == "Llama 2" else copy.deepcopy(byte_level)
+    if request.param == "NFC":
+        definition["normalizer"] = {"type": "NFC"}
+    path = tmp_path_factory.mktemp("tokenizer")
+    (path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "decoder": None, **definition}))
+    return Tokenizer(path)
+
+
+TEXTS = (
+    st.text() | st.text(alphabet="abc \n\u03b1\u0313\u0300\u0345<|im_start|>日😀", max_size=200) | st.just("abc" * 99)
+)
+
+
+@settings(deadline=None)  # the first call makes the tokenizer
+@given(text=TEXTS)
+def test_a_text_never_has_fewer_tokens_than_told(tokenizer: Tokenizer, text: str) -> None:
+    """Whatever is in it; and something is told."""
+    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+    assert (tokenizer.least_tokens(text) > 0) == bool(text)
+
+
+@settings(deadline=None)  # the first call makes the tokenizer
+@given(texts=st.lists(TEXTS, max_size=4), special=st.booleans())
+def test_many_texts_at_once_have_the_ids_of_each(tokenizer: Tokenizer, texts: list[str], special: bool) -> None:
+    """Also none at all, and empty ones."""
+    each = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    assert tokenizer.encode_batch(texts, add_special_tokens=special) == each
+
+
+def test_the_bound_is_the_longest_tokens() -> None:
+    """Reached by a text of that token alone."""
+    assert longest_token(LLAMA_2, ALPHABET) == len("<0x00>")
+    plain = copy.deepcopy(LLAMA_2)
+    plain["added_tokens"] = [{"content": "<a long one>", "lstrip": False, "rstrip": False}]
+    assert longest_token(plain, ALPHABET) == len("<a long one>")
+
+
+@pytest.mark.parametrize(
+    "swallow",
+    [
+        change("normalizer", {"type": "Strip", "strip_left": True, "strip_right": True}),
+        change("normalizer", {"type": "Replace", "pattern": {"String": "ab"}, "content": "a"}),
+        change("normalizer", {"type": "Replace", "pattern": {"Regex": " +"}, "content": "_"}),
+        change("pre_tokenizer", {"type": "Whitespace"}),
+        change("pre_tokenizer", {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}),
+        change("model.byte_fallback", False),
+        change("model.type", "WordLevel"),
+        change("model.vocab", {"a": 0}),
+        change("added_tokens", [{"content": "<mask>", "lstrip": True, "rstrip": False}]),
+        change("truncation", {"max_length": 5}),
+    ],
+)
+def test_where_text_can_vanish_there_is_no_bound(swallow: Callable[[dict[str, Any]], None]) -> None:
+    """Then every text is tokenised before its length is judged."""
+    definition = copy.deepcopy(LLAMA_2)
+    swallow(definition)
+    assert longest_token(definition, ALPHABET) is None
+
+
+def test_a_byte_level_vocabulary_that_lacks_a_byte_has_no_bound(byte_level: dict[str, Any]) -> None:
+    """Characters of that byte would vanish."""
+    assert longest_token(byte_level, ALPHABET)
+    assert longest_token(byte_level, ALPHABET | {"日本"}) is None
+
+
+def test_no_character_decomposes_into_more_than_four() -> None:
+    """What NFC can shorten a text by."""
+    every = map(chr, range(sys.maxunicode + 1))
+    assert max(len(unicodedata.normalize("NFD", one)) for one in every) == 4
+
+
+def test_a_tokenizer_without_a_bound_tells_nothing(tmp_path: Path) -> None:
+    """0 tokens at least."""
+    definition = copy.deepcopy(LLAMA_2)
+    definition["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "decoder": None, **definition}))
+    assert Tokenizer(tmp_path).least_tokens(" " * 10_000) == 0
