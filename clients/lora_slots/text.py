@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_slots.text_bound import longest_token
+from lora_slots.text_bound import TokenBound, token_bound
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -54,8 +54,8 @@ class Tokenizer:
         return [one.ids for one in found]
 
     def least_tokens(self, text: str) -> int:
-        """So many tokens `text` has at least, found without looking at it; 0: nothing is known."""
-        return -(-len(text) // self._longest_token) if self._longest_token else 0
+        """So many tokens `text` has at least, found without tokenising it; 0: nothing is known."""
+        return self._bound.least_tokens(text) if self._bound else 0
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary give nothing."""
@@ -67,8 +67,8 @@ class Tokenizer:
         return self._inner.get_vocab_size(with_added_tokens=True)
 
     @cached_property
-    def _longest_token(self) -> int | None:
-        return longest_token(json.loads(self._inner.to_str()), frozenset(byte_spelling()))
+    def _bound(self) -> TokenBound | None:
+        return token_bound(json.loads(self._inner.to_str()), byte_spelling())
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:

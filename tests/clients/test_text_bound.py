@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from lora_slots.base_model import make_tiny_llama
 from lora_slots.text import Tokenizer, byte_spelling
-from lora_slots.text_bound import longest_token
+from lora_slots.text_bound import TokenBound, token_bound
 
-ALPHABET = frozenset(byte_spelling())
+ALPHABET = byte_spelling()
 LLAMA_2: dict[str, Any] = {
     "added_tokens": [],
     "normalizer": {
@@ -53,6 +53,12 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return set_it
 
 
+def take_out(definition: dict[str, Any], *values: int) -> None:
+    """Leave bytes out of a byte-level vocabulary, as the vocabularies of real models do."""
+    for value in values:
+        del definition["model"]["vocab"][ALPHABET[value]]
+
+
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The tokenizer.json of the tiny Llama."""
@@ -60,7 +66,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads((path / "tokenizer.json").read_text(encoding="utf-8")))
 
 
-@pytest.fixture(scope="module", params=["byte-level", "NFC", "Llama 2"])
+@pytest.fixture(scope="module", params=["byte-level", "NFC", "lacks some", "Llama 2"])
 def tokenizer(
     request: pytest.FixtureRequest, byte_level: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Tokenizer:
@@ -68,14 +74,15 @@ def tokenizer(
     definition = LLAMA_2 if request.param == "Llama 2" else copy.deepcopy(byte_level)
     if request.param == "NFC":
         definition["normalizer"] = {"type": "NFC"}
+    if request.param == "lacks some":
+        take_out(definition, *b"\x04\x7f\xc0\xf1\xff")
     path = tmp_path_factory.mktemp("tokenizer")
     (path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "decoder": None, **definition}))
     return Tokenizer(path)
 
 
-TEXTS = (
-    st.text() | st.text(alphabet="abc \n\u03b1\u0313\u0300\u0345<|im_start|>日😀", max_size=200) | st.just("abc" * 99)
-)
+ODD = "abc \n\u03b1\u0313\u0300\u0345<|im_start|>日😀\x04\x7f\U00040000"
+TEXTS = st.text() | st.text(alphabet=ODD, max_size=200) | st.just("abc" * 99)
 
 
 @settings(deadline=None)  # the first call makes the tokenizer
@@ -83,7 +90,7 @@ TEXTS = (
 def test_a_text_never_has_fewer_tokens_than_told(tokenizer: Tokenizer, text: str) -> None:
     """Whatever is in it; and something is told."""
     assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
-    assert (tokenizer.least_tokens(text) > 0) == bool(text)
+    assert tokenizer.least_tokens("a" + text) > 0
 
 
 @settings(deadline=None)  # the first call makes the tokenizer
@@ -95,11 +102,11 @@ def test_many_texts_at_once_have_the_ids_of_each(tokenizer: Tokenizer, texts: li
 
 
 def test_the_bound_is_the_longest_tokens() -> None:
-    """Reached by a text of that token alone."""
-    assert longest_token(LLAMA_2, ALPHABET) == len("<0x00>")
+    """Added ones included."""
+    assert token_bound(LLAMA_2, ALPHABET) == TokenBound(len("<0x00>"))
     plain = copy.deepcopy(LLAMA_2)
     plain["added_tokens"] = [{"content": "<a long one>", "lstrip": False, "rstrip": False}]
-    assert longest_token(plain, ALPHABET) == len("<a long one>")
+    assert token_bound(plain, ALPHABET) == TokenBound(len("<a long one>"))
 
 
 @pytest.mark.parametrize(
@@ -121,13 +128,22 @@ def test_where_text_can_vanish_there_is_no_bound(swallow: Callable[[dict[str, An
     """Then every text is tokenised before its length is judged."""
     definition = copy.deepcopy(LLAMA_2)
     swallow(definition)
-    assert longest_token(definition, ALPHABET) is None
+    assert token_bound(definition, ALPHABET) is None
 
 
-def test_a_byte_level_vocabulary_that_lacks_a_byte_has_no_bound(byte_level: dict[str, Any]) -> None:
-    """Characters of that byte would vanish."""
-    assert longest_token(byte_level, ALPHABET)
-    assert longest_token(byte_level, ALPHABET | {"日本"}) is None
+def test_control_characters_that_the_vocabulary_lacks_are_counted(byte_level: dict[str, Any]) -> None:
+    """They vanish; if others did, or if other steps could make them, there is no bound."""
+    lacks = copy.deepcopy(byte_level)
+    take_out(lacks, 0x04, 0xF1, 0xFF)
+    bound = token_bound(lacks, ALPHABET)
+    assert bound is not None
+    assert bound.lost == "\x04"
+    assert bound.least_tokens("\x04" * 1000) == 0
+    assert bound.least_tokens("\x04" * 1000 + "a" * 1000) == bound.least_tokens("a" * 1000) > 0
+    prepends = {**copy.deepcopy(lacks), "normalizer": {"type": "Prepend", "prepend": "\x04"}}
+    assert token_bound(prepends, ALPHABET) is None
+    take_out(lacks, ord("q"))
+    assert token_bound(lacks, ALPHABET) is None
 
 
 def test_no_character_decomposes_into_more_than_four() -> None:
