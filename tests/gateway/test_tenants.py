@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ from typer.testing import CliRunner
 
 from adapter_slots.registry_entries import Alias, Content, Entry
 from lora_slots.cli import application
-from lora_slots.gateway.errors import ApiError
 from lora_slots.gateway.keys import add_key, add_tenant, remove_tenant, revoke_key
-from lora_slots.gateway.limits import TenantLimits, seconds_until
 from lora_slots.gateway.names import allowed, model_object, resolve, unknown
-from lora_slots.gateway.tenants import Limits, Tenant, TenantsError, TenantsSource, read_tenants
+from lora_slots.gateway.tenants import Tenant, TenantsError, TenantsSource, read_tenants
 
 NO_LIMITS: dict[str, int | None] = {}
 ONE_KEY = "{{id: abcdefgh, sha256: {}}}"
@@ -232,107 +228,6 @@ def test_model_objects_say_what_they_lead_to() -> None:
     assert (base["root"], base["parent"]) == ("llama", None)
     assert (adapter["root"], adapter["parent"], adapter["created"]) == ("pirate@2", "llama", 5)
     assert model_object(REGISTRY, "llama", "prod", 5)["root"] == "pirate@2"
-
-
-# limits -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the clock that the library reads, to seconds of a whole minute."""
-
-    def set_clock(seconds: float) -> None:
-        monkeypatch.setattr(time, "time", lambda: 1_800_000_000.0 + seconds)
-
-    set_clock(0)
-    return set_clock
-
-
-def limited(call: Callable[[], object]) -> ApiError:
-    """The 429 of a call."""
-    with pytest.raises(ApiError) as error:
-        call()
-    assert error.value.status == 429
-    return error.value
-
-
-def test_requests_in_a_moving_minute(at: Callable[[float], None]) -> None:
-    """The third of two has to wait until the first is a minute old; others are not touched."""
-    limits, tenant = TenantLimits(), Tenant("a", limits=Limits(requests_per_minute=2))
-    limits.request(tenant)
-    at(20)
-    limits.request(tenant)
-    at(30)
-    error = limited(lambda: limits.request(tenant))
-    assert (error.code, error.headers["retry-after"]) == ("requests_exceeded", "31")
-    limits.request(Tenant("b", limits=Limits(requests_per_minute=2)))
-    at(61)
-    limits.request(tenant)
-    limited(lambda: limits.request(tenant))
-
-
-def test_tokens_are_charged_before_and_after(at: Callable[[float], None]) -> None:
-    """An answer may overdraw; what is overdrawn is missing from the next minute; the wait that is told is enough."""
-    limits, tenant = TenantLimits(), Tenant("a", limits=Limits(tokens_per_minute=100))
-    limits.prompt(tenant, 60)
-    limits.answer(tenant, 90)
-    error = limited(lambda: limits.prompt(tenant, 10))
-    assert error.code == "tokens_exceeded"
-    wait_s = int(error.headers["retry-after"])
-    at(59)
-    limited(lambda: limits.prompt(tenant, 10))
-    at(wait_s - 2)
-    limited(lambda: limits.prompt(tenant, 10))
-    at(wait_s)
-    limits.prompt(tenant, 10)
-
-
-def test_a_prompt_beyond_the_limit_can_never_pass(at: Callable[[float], None]) -> None:
-    """So that OpenAI's client does not try again."""
-    tenant = Tenant("a", limits=Limits(tokens_per_minute=100))
-    error = limited(lambda: TenantLimits().prompt(tenant, 101))
-    assert error.headers == {"x-should-retry": "false"}
-    assert "101" in str(error)
-
-
-@given(
-    previous=st.integers(0, 500), elapsed=st.integers(0, 59), current=st.integers(0, 500), allowed_=st.integers(0, 100)
-)
-def test_the_wait_of_a_sliding_counter(previous: int, elapsed: int, current: int, allowed_: int) -> None:
-    """When it is over the weighted count has come down to what is allowed, and a second before it had not."""
-    wait_s = seconds_until(previous, 60 - elapsed if previous else 0, current, 60 - elapsed, allowed_)
-
-    def count(after: float) -> float:
-        place = elapsed + after
-        return previous * (60 - place) / 60 + current if place < 60 else current * max(0, 120 - place) / 60
-
-    assert count(wait_s) <= allowed_ + 1e-6
-    if wait_s > 1:
-        assert count(wait_s - 1) > allowed_ - 1e-6
-
-
-def test_requests_at_once() -> None:
-    """One more than allowed is refused; when one ends there is room, however it ended."""
-    limits, tenant = TenantLimits(), Tenant("a", limits=Limits(concurrent=1))
-    with pytest.raises(ZeroDivisionError), limits.running(tenant):
-        assert limited(lambda: limits.running(tenant).__enter__()).code == "concurrency_exceeded"
-        raise ZeroDivisionError
-    with limits.running(tenant):
-        pass
-
-
-def test_cold_loads_count_adapters_not_requests() -> None:
-    """Many that wait for one adapter are one load."""
-    limits, tenant = TenantLimits(), Tenant("a", limits=Limits(cold_loads=1))
-    with limits.loading(tenant, "one"):
-        assert limits.may_load(tenant, "one")
-        assert not limits.may_load(tenant, "two")
-        with limits.loading(tenant, "one"):
-            pass
-        assert not limits.may_load(tenant, "two")
-        assert limits.may_load(Tenant("b", limits=Limits(cold_loads=1)), "two")
-    assert limits.may_load(tenant, "two")
-    assert not limits.may_load(Tenant("none", limits=Limits(cold_loads=0)), "one")
 
 
 def test_the_files_form_is_the_one_in_the_docs(tmp_path: Path) -> None:

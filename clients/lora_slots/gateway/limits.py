@@ -1,16 +1,18 @@
-"""What a tenant has used up: rates by the library `limits`, what runs now by counting. One event loop, no lock.
+"""What a tenant has used up: requests by the library `limits`, tokens by a level, what runs now by counting. One event
+loop, no lock.
 
-Requests are counted in a window that moves with them, exactly. Tokens are counted in the library's sliding counter of
-two fixed minutes, whose cost does not grow with the limit; a prompt is charged before it runs and an answer when it has
-ended, since nobody knows its length before. So an answer may overdraw the minute, by what runs at once, and what is
-overdrawn is missing from the next.
+Requests are counted in a window that moves with them, exactly. Tokens fill a level that falls by the limit in a minute,
+without steps; a prompt is let in if the level, with it, is not above the limit. An answer is charged when it has ended,
+since nobody knows its length before: it may lift the level above the limit by any amount, and nothing is let in until
+that has fallen away. So however much runs at once, what has been charged when a prompt is let in, that prompt included,
+is never more than the limit and what the time since the beginning allows.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from limits import RateLimitItemPerMinute
@@ -20,16 +22,19 @@ from limits.strategies import MovingWindowRateLimiter
 from lora_slots.gateway.errors import limited
 from lora_slots.gateway.tenants import Tenant
 
-WINDOW_S = 60
+MINUTE_S = 60
 _COLD_RETRY_S = 1.0
 
 
 class TenantLimits:
     """The counters of all tenants."""
 
-    def __init__(self) -> None:
-        self._storage = MemoryStorage()
-        self._requests = MovingWindowRateLimiter(self._storage)
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds, for tokens; the library reads the wall clock."""
+        self._clock = clock
+        self._requests = MovingWindowRateLimiter(MemoryStorage())
+        self._levels: dict[str, tuple[float, float]] = {}
+        """Of each tenant, and when it was so high."""
         self._running: Counter[str] = Counter()
         self._loading: dict[str, Counter[str]] = {}
 
@@ -53,19 +58,22 @@ class TenantLimits:
         if tokens > most:
             text = f"The prompt has {tokens} tokens and {most} a minute are allowed: it can never pass."
             raise limited(text, "tokens_exceeded", None)
-        if not self._storage.acquire_sliding_window_entry(self._key(tenant), most, WINDOW_S, tokens):
-            previous, previous_left_s, current, current_left_s = self._storage.get_sliding_window(
-                self._key(tenant), WINDOW_S
-            )
-            wait_s = seconds_until(previous, previous_left_s, current, current_left_s - WINDOW_S, most - tokens)
+        level = self._level(tenant, most)
+        if level + tokens > most:
             text = f"{most} tokens a minute are allowed; the prompt's {tokens} are more than is left."
-            raise limited(text, "tokens_exceeded", wait_s)
+            raise limited(text, "tokens_exceeded", (level + tokens - most) * MINUTE_S / most)
+        self._levels[tenant.name] = level + tokens, self._clock()
 
     def answer(self, tenant: Tenant, tokens: int) -> None:
         """Charge the tokens of an answer that has ended; never refused."""
-        if tenant.limits.tokens_per_minute is not None and tokens:
-            _, current = self._storage.sliding_window_keys(self._key(tenant), WINDOW_S, time.time())
-            self._storage.incr(current, 2 * WINDOW_S, tokens)
+        most = tenant.limits.tokens_per_minute
+        if most is not None:
+            self._levels[tenant.name] = self._level(tenant, most) + tokens, self._clock()
+
+    def _level(self, tenant: Tenant, most: int) -> float:
+        """Tokens that have been charged and have not fallen away."""
+        level, then = self._levels.get(tenant.name, (0.0, 0.0))
+        return max(0.0, level - (self._clock() - then) * most / MINUTE_S)
 
     @contextmanager
     def running(self, tenant: Tenant) -> Iterator[None]:
@@ -105,25 +113,3 @@ class TenantLimits:
                 del loading[digest]
             if not loading:
                 self._loading.pop(tenant.name, None)
-
-    @staticmethod
-    def _key(tenant: Tenant) -> str:
-        return f"tokens/{tenant.name}"
-
-
-def seconds_until(
-    previous: int, previous_left_s: float, current: int, current_left_s: float, allowed: int, window_s: float = WINDOW_S
-) -> float:
-    """When a sliding counter will have come down to `allowed`.
-
-    Args:
-        previous, current: counts of the last whole minute and of this one.
-        previous_left_s: how much of the last minute still counts.
-        current_left_s: seconds to the end of this minute.
-        allowed: what may be counted so that a request passes; not below 0.
-    """
-    if current <= allowed and previous:
-        return max(0.0, previous_left_s - (allowed - current) * window_s / previous)
-    if current <= allowed:
-        return 0.0
-    return current_left_s + window_s * (1 - allowed / current)
