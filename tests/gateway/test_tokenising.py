@@ -97,6 +97,14 @@ def test_what_is_long_is_tokenised_at_once_and_in_a_thread(
         assert made.prompts == tuple(tuple(tokenizer.encode(text)) for text in texts)
 
 
+def test_the_first_prompt_that_is_too_long_ends_it(tokenizer: Watched) -> None:
+    """The others are not tokenised."""
+    with pytest.raises(ApiError, match="has 20001 tokens") as error:
+        job(tokenizer, CompletionBody, prompt=["a", "\x01" * 20_001, *["b" * 60_000] * 9])
+    assert error.value.param == "prompt[1]"
+    assert tokenizer.calls == [(3, False)]
+
+
 def test_token_ids_are_not_tokenised(tokenizer: Watched) -> None:
     """They are taken as they are."""
     assert job(tokenizer, CompletionBody, prompt=[[3, 4], [5]]).prompts == ((3, 4), (5,))

@@ -21,7 +21,7 @@ from lora_slots.gateway.bodies import ChatBody, CompletionBody
 from lora_slots.gateway.door import Door
 from lora_slots.gateway.errors import invalid, unauthorized
 from lora_slots.gateway.generation import Generation
-from lora_slots.gateway.jobs import EngineFacts, Job, chat_job, chat_text, check_text, completion_job, prompt_param
+from lora_slots.gateway.jobs import EngineFacts, Job, chat_job, chat_text, check_text, completion_job, encode_prompts
 from lora_slots.gateway.limits import TenantLimits
 from lora_slots.gateway.metrics import GatewayMetrics
 from lora_slots.gateway.names import Target, allowed, reads_as_base, resolve, unknown
@@ -140,13 +140,10 @@ class Gateway:
         return chat_job(body, await _run(encode, size), self.tokenizer, self.facts, new_seed())
 
     async def _completion(self, body: CompletionBody) -> Job:
-        count = len(body.prompt)
-        check_count(count, body.n)
-        texts = {i: one for i, one in enumerate(body.prompt) if isinstance(one, str)}
-        for i, text in texts.items():
-            check_text(text, self.tokenizer, self.facts, prompt_param(i, count))
-        encode = partial(self.tokenizer.encode_batch, list(texts.values()), add_special_tokens=True)
-        ids = await _run(encode, sum(map(len, texts.values()))) if texts else body.prompt
+        check_count(len(body.prompt), body.n)
+        texts = [one for one in body.prompt if isinstance(one, str)]
+        encode = partial(encode_prompts, texts, self.tokenizer, self.facts)
+        ids = await _run(encode, sum(map(len, texts))) if texts else body.prompt
         return completion_job(body, ids, self.tokenizer, self.facts, new_seed())
 
 

@@ -20,6 +20,8 @@ from lora_slots.text import Tokenizer, TokenizerError
 
 COMPLETION_TOKENS = 16
 """OpenAI's `max_tokens` of a completion that names none."""
+_TOGETHER = 65_536
+"""Characters that are tokenised before the lengths are looked at."""
 COLDEST = 1e-3
 """Temperatures below are greedy: dividing by them would leave float32."""
 
@@ -82,8 +84,24 @@ def check_text(text: str, tokenizer: Tokenizer, facts: EngineFacts, param: str) 
         raise context_too_long(least, None, facts.max_prompt, param, at_least=True)
 
 
-def prompt_param(index: int, count: int) -> str:
-    """How one of `count` prompts is named."""
+def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, facts: EngineFacts) -> list[list[int]]:
+    """The ids of prompts that are texts, until one does not fit. Raises ApiError 400."""
+    for i, text in enumerate(texts):
+        check_text(text, tokenizer, facts, _param(i, len(texts)))
+    ids: list[list[int]] = []
+    while len(ids) < len(texts):
+        end, size = len(ids), 0
+        while end < len(texts) and size < _TOGETHER:
+            size += len(texts[end])
+            end += 1
+        for prompt in tokenizer.encode_batch(texts[len(ids) : end]):
+            if len(prompt) > facts.max_prompt:
+                raise context_too_long(len(prompt), None, facts.max_prompt, _param(len(ids), len(texts)))
+            ids.append(prompt)
+    return ids
+
+
+def _param(index: int, count: int) -> str:
     return "prompt" if count == 1 else f"prompt[{index}]"
 
 
@@ -115,14 +133,15 @@ def completion_job(
         raise invalid("echo: the engine gives no log-probabilities of the prompt: not together with logprobs", "echo")
     given = body.max_tokens or COMPLETION_TOKENS
     for i, prompt in enumerate(prompts):
-        param = prompt_param(i, len(prompts))
+        param = _param(i, len(prompts))
         if not prompt:
             raise invalid(f"{param}: is empty; the engine needs at least one token", param)
         if max(prompt) >= facts.vocab_size:
             raise invalid(f"{param}: {max(prompt)} is no token: the vocabulary has {facts.vocab_size}", param)
         _check_length(len(prompt), given, facts, param)
+    echoed = body.prompt if body.echo else ()
     echoes = tuple(
-        text if isinstance(text, str) else tokenizer.decode(text, skip_special_tokens=False) for text in body.prompt
+        text if isinstance(text, str) else tokenizer.decode(text, skip_special_tokens=False) for text in echoed
     )
     return _job(
         body,
@@ -132,7 +151,7 @@ def completion_job(
         facts,
         seed,
         log_probs=body.logprobs is not None,
-        echoes=echoes if body.echo else (),
+        echoes=echoes,
     )
 
 
