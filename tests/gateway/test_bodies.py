@@ -87,6 +87,31 @@ def test_what_cannot_be_honoured_is_refused_and_its_neutral_value_taken(field: s
     read_body(ChatBody, json.dumps({**CHAT, field: neutral.get(field)}).encode())
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "wrong", "words"),
+    [
+        ("parallel_tool_calls", True, "yes", "must be true or false"),
+        ("parallel_tool_calls", False, 1, "must be true or false"),
+        ("safety_identifier", "user-7", 7, "must be a text"),
+        ("prompt_cache_key", "key-7", "x" * 513, "at most 512 characters"),
+        ("user", "somebody", ["a"], "must be a text"),
+        ("metadata", {"a": "b"}, {"a": 1}, "metadata.a: must be a text"),
+    ],
+)
+def test_fields_that_change_nothing_are_taken(field: str, value: Any, wrong: Any, words: str) -> None:
+    """If they are of their type."""
+    read_body(ChatBody, json.dumps({**CHAT, field: value}).encode())
+    assert words in str(refused(ChatBody, **{**CHAT, field: wrong}))
+
+
+def test_a_message_may_have_a_name() -> None:
+    """Clients name who spoke; no template of ours looks at it."""
+    said = {**CHAT["messages"][0], "name": "ann"}
+    read_body(ChatBody, json.dumps({"model": "m", "messages": [said]}).encode())
+    error = refused(ChatBody, model="m", messages=[{**said, "name": 7}])
+    assert (error.param, str(error)) == ("messages[0].name", "messages[0].name: must be a text")
+
+
 def test_sampling_fields_become_the_engines(tokenizer: Tokenizer) -> None:
     """OpenAI's defaults draw; temperature 0 or top_p 0 is greedy; a seed is any 64 bits."""
     drawn = chat(tokenizer).values

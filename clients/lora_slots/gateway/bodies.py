@@ -2,7 +2,7 @@
 
 A field of OpenAI's API that this server cannot honour is taken where its value changes nothing (`tools: null`), else
 refused. A field nobody knows is refused. `user` and `metadata` are taken: the one keeps an alias sticky, the other is
-for the client's own records.
+for the client's own records; so are fields that could change nothing here, whatever they say (`parallel_tool_calls`).
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ Prompts = Annotated[
         }
     ),
 ]
+Label = Annotated[str, Field(max_length=512)]
+"""A client's own name for something."""
 Real = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -196,7 +198,7 @@ class Message(_Strict):
     annotations: Any = only([])
     function_call: Any = only()
     tool_calls: Any = only([])
-    name: Any = only()
+    name: Label | None = None
 
 
 class GenerationBody(_Strict):
@@ -218,7 +220,7 @@ class GenerationBody(_Strict):
     repetition_penalty: Annotated[Real, Field(ge=0.01, le=10)] | None = None
     logit_bias: Biases = {}
     ignore_eos: bool | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
+    user: Label | None = None
     metadata: dict[str, str] | None = None
 
 
@@ -231,7 +233,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Any = only(0, why="the engine gives the log-probabilities of chosen tokens only: 0 or nothing")
     tools: Any = only([])
     tool_choice: Any = only("none")
-    parallel_tool_calls: Any = only()
+    parallel_tool_calls: bool | None = None
     functions: Any = only([])
     function_call: Any = only("none")
     response_format: Any = only({"type": "text"})
@@ -243,8 +245,8 @@ class ChatBody(GenerationBody):
     service_tier: Any = only("auto", "default")
     store: Any = only(False)
     web_search_options: Any = only()
-    safety_identifier: Any = only()
-    prompt_cache_key: Any = only()
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
 
 
 class CompletionBody(GenerationBody):
