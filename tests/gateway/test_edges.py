@@ -209,7 +209,8 @@ def test_cold_base_is_marked(door: RunningGateway, cold_json: None) -> None:
     assert reply.json()["model"] == "SmolLM2-135M-Instruct"
     assert reply.headers["x-lora-slots-adapter"] == "SmolLM2-135M-Instruct"
     assert reply.headers["x-lora-slots-found-in"] == "base"
-    assert "x-lora-slots-digest" not in reply.headers
+    assert reply.headers["x-lora-slots-digest"] == "none"
+    assert float(reply.headers["x-lora-slots-wait-ms"]) >= 0
 
 
 def test_cold_wait(door: RunningGateway, cold_json: None) -> None:

@@ -244,7 +244,8 @@ def test_headers_say_what_answered(client: openai.OpenAI) -> None:
     assert raw.headers["x-lora-slots-found-in"] == "slot"
     assert float(raw.headers["x-lora-slots-wait-ms"]) >= 0
     plain = client.chat.completions.with_raw_response.create(model=BASE, messages=messages("hi"), max_tokens=1)
-    assert plain.headers["x-lora-slots-adapter"] == BASE
+    told = ("adapter", "digest", "found-in", "wait-ms")
+    assert [plain.headers[f"x-lora-slots-{name}"] for name in told] == [BASE, "none", "base", "0.0"]
     assert plain.headers["x-request-id"].startswith("req-")
 
 

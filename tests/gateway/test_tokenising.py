@@ -7,15 +7,15 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from fakes.asgi import offline
 
 from lora_slots.base_model import make_tiny_llama
 from lora_slots.gateway.bodies import ChatBody, CompletionBody, read_body
-from lora_slots.gateway.core import Gateway
 from lora_slots.gateway.errors import ApiError
-from lora_slots.gateway.jobs import EngineFacts, Job
+from lora_slots.gateway.jobs import Job
 from lora_slots.gateway.record import Record
 from lora_slots.text import Tokenizer
 
@@ -42,9 +42,7 @@ def tokenizer(tmp_path: Path) -> Watched:
 
 def job(tokenizer: Tokenizer, kind: type[ChatBody | CompletionBody], **fields: Any) -> Job:
     """What a gateway before an engine of 20,000 tokens makes of a body."""
-    nothing = cast(Any, type("Registry", (), {"content": None}))
-    facts = EngineFacts(context=21_000, max_prompt=20_000, vocab_size=400)
-    gateway = Gateway(cast(Any, None), nothing, tokenizer, facts, "llama", None, 2**22, 60.0, None)
+    gateway = offline(tokenizer)
     body = read_body(kind, json.dumps({"model": "llama", **fields}).encode())
     return asyncio.run(gateway.generation(body, Record("r", 0.0), {})).job
 

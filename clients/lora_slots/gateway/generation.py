@@ -29,14 +29,13 @@ from lora_slots.gateway.errors import from_engine, from_lease, invalid
 from lora_slots.gateway.jobs import Job
 from lora_slots.gateway.limits import TenantLimits
 from lora_slots.gateway.names import Target
-from lora_slots.gateway.record import COLD_HEADER, Record
+from lora_slots.gateway.record import BASE_FOUND_IN, COLD_HEADER, Record
 from lora_slots.gateway.tenants import Tenant
 from lora_slots.text import Tokenizer
 
 log = structlog.get_logger("lora_slots.gateway")
 REGISTRY_LAG_S = 5.0
 _LOOK_AGAIN_S = 0.1
-BASE_FOUND_IN = "base"
 
 
 class Generation:
@@ -62,6 +61,8 @@ class Generation:
         self._door, self._limits, self.job = door, limits, job
         self._resolve, self._cold, self._base, self.record = resolve, cold, base, record
         self._lease: Lease | None = None
+        self._stands_in = False
+        """The base answers in an adapter's place."""
         self._pieces: AsyncGenerator[Piece, None] | None = None
         self._first: Piece | None = None
         self.choices = [
@@ -72,8 +73,7 @@ class Generation:
     @property
     def served_model(self) -> str:
         """What the answer's `model` says: the name that was asked for, or the base's where it answered instead."""
-        fallen_back = self.record.found_in == BASE_FOUND_IN
-        return self._base if fallen_back else self.record.model or self._base
+        return self._base if self._stands_in else self.record.model or self._base
 
     async def __aenter__(self) -> Self:
         """Wait for the lease and for the engine's first word. Raises ApiError."""
@@ -139,7 +139,7 @@ class Generation:
             target = self._resolve()
             self.record.model = target.asked
             if target.entry is None:
-                self.record.adapter = self._base
+                self._base_answers()
                 return Lease(self.record.request_id, None, None, None, None, 0.0)
             try:
                 return await self._ask(target.entry)
@@ -174,10 +174,15 @@ class Generation:
             self._door.end(lease, 0)
             raise ServerError(f"{entry.ref} has another digest there", code="NOT_FOUND")
         self.record.waited_s = lease.waited_s
-        self.record.found_in = BASE_FOUND_IN if lease.task_id is None else (lease.found_in or "").lower()
-        if lease.task_id is None:
-            self.record.adapter, self.record.digest = self._base, None
+        self.record.found_in = (lease.found_in or "").lower()
+        self._stands_in = lease.task_id is None
+        if self._stands_in:
+            self._base_answers(lease.waited_s)
         return lease
+
+    def _base_answers(self, waited_s: float = 0.0) -> None:
+        record = self.record
+        record.adapter, record.digest, record.found_in, record.waited_s = self._base, None, BASE_FOUND_IN, waited_s
 
     async def _count_load(self, tenant: Tenant, entry: Entry, loading: ExitStack) -> None:
         """Count the adapter as waited for. Raises ApiError 429: it is in no slot, and enough others are waited for."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -71,13 +73,20 @@ def public_app(gateway: Gateway, host: str, cors_origins: tuple[str, ...] = ()) 
         return document(app, ChatBody, CompletionBody)
 
     wrapped: Any = app
-    if cors_origins:
-        wrapped = CORSMiddleware(
-            app, allow_origins=cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=EXPOSED
-        )
     if gateway.tenants is None:
         wrapped = OwnHost(wrapped, host)
-    return Edge(wrapped, gateway.metrics)
+    return Edge(wrapped, gateway.metrics, readable_by(cors_origins) if cors_origins else None)
+
+
+def readable_by(origins: tuple[str, ...]) -> Callable[[Any], Any]:
+    """What lets pages of these origins read the answers of an application."""
+    return partial(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=EXPOSED,
+    )
 
 
 async def answer_health(gateway: Gateway) -> Response:

@@ -22,7 +22,7 @@ from lora_slots.errors import ServerError, UsageError
 from lora_slots.gateway.admin import admin_app
 from lora_slots.gateway.core import Conversion, Gateway
 from lora_slots.gateway.door import Door
-from lora_slots.gateway.edge import is_loopback
+from lora_slots.gateway.edge import check_origins, is_loopback
 from lora_slots.gateway.jobs import EngineFacts
 from lora_slots.gateway.routes import public_app
 from lora_slots.gateway.tenants import TenantsSource
@@ -75,6 +75,7 @@ async def open_gateway(settings: Settings) -> Gateway:
     """Connect, and read what the gateway needs. Raises UsageError, ServerError, RegistryError, TokenizerError, …"""
     tenants = TenantsSource(settings.tenants) if settings.tenants else None
     _refuse_open_doors(settings, tenants)
+    check_origins(settings.cors_origins)
     door = Door(settings.url)
     try:
         engine_says = await door.parameters(ENGINE)
