@@ -43,7 +43,10 @@ def gateway(
     ] = None,
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest body of a request.")] = 4 * 2**20,
     body_timeout_s: Annotated[
-        float, typer.Option("--body-timeout", min=0.1, help="Seconds in which a request's body must have arrived.")
+        float,
+        typer.Option(
+            "--body-timeout", min=0.1, help="Seconds in which a request's headers, then its body, must have arrived."
+        ),
     ] = 60.0,
     s3_endpoint_url: Annotated[str | None, typer.Option(help="S3 that is not AWS.")] = None,
     as_json: Annotated[

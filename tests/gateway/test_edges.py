@@ -81,6 +81,13 @@ def test_json_is_one_line_once_it_serves(server: TritonServer, tmp_path: Path) -
             process.kill()
 
 
+def test_headers_have_a_size_on_both_ports(door: RunningGateway) -> None:
+    """Before any key is asked for."""
+    for url in (door.url, door.admin_url):
+        reply = ask(url, "/health", x_long="a" * 70_000)
+        assert (reply.status, envelope(reply.body)["code"]) == (431, "request_too_large")
+
+
 def test_a_page_cannot_reach_an_open_gateway(door: RunningGateway) -> None:
     """Another name that leads here is refused, and no origin may read answers."""
     assert ask(door.url, "/v1/models", host="evil.example").status == 403

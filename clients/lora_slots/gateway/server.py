@@ -24,6 +24,7 @@ from lora_slots.gateway.core import Conversion, Gateway
 from lora_slots.gateway.door import Door
 from lora_slots.gateway.edge import check_origins, is_loopback
 from lora_slots.gateway.jobs import EngineFacts
+from lora_slots.gateway.protocol import protocol
 from lora_slots.gateway.routes import public_app
 from lora_slots.gateway.tenants import TenantsSource
 from lora_slots.text import Tokenizer
@@ -179,11 +180,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(app: Any) -> _Server:
+def _server(app: Any, settings: Settings) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=protocol(settings.body_timeout_s),
             ws="none",
             lifespan="off",
             access_log=False,
@@ -211,8 +212,8 @@ async def serve(settings: Settings, ready: Callable[[Serving], object]) -> int:
     try:
         with listen(settings.host, settings.port) as door, listen(settings.admin_host, settings.admin_port) as admin:
             servers = {
-                _server(public_app(gateway, settings.host, settings.cors_origins)): door,
-                _server(admin_app(gateway, settings.admin_host, settings.s3_endpoint_url)): admin,
+                _server(public_app(gateway, settings.host, settings.cors_origins), settings): door,
+                _server(admin_app(gateway, settings.admin_host, settings.s3_endpoint_url), settings): admin,
             }
 
             told: list[int] = []
