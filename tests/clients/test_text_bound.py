@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_slots.base_model import make_tiny_llama
@@ -85,7 +85,6 @@ ODD = "abc \n\u03b1\u0313\u0300\u0345<|im_start|>日😀\x04\x7f\U00040000"
 TEXTS = st.text() | st.text(alphabet=ODD, max_size=200) | st.just("abc" * 99)
 
 
-@settings(deadline=None)  # the first call makes the tokenizer
 @given(text=TEXTS)
 def test_a_text_never_has_fewer_tokens_than_told(tokenizer: Tokenizer, text: str) -> None:
     """Whatever is in it; and something is told."""
@@ -93,7 +92,6 @@ def test_a_text_never_has_fewer_tokens_than_told(tokenizer: Tokenizer, text: str
     assert tokenizer.least_tokens("a" + text) > 0
 
 
-@settings(deadline=None)  # the first call makes the tokenizer
 @given(texts=st.lists(TEXTS, max_size=4), special=st.booleans())
 def test_many_texts_at_once_have_the_ids_of_each(tokenizer: Tokenizer, texts: list[str], special: bool) -> None:
     """Also none at all, and empty ones."""

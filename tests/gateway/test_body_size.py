@@ -69,7 +69,6 @@ def test_as_many_as_may_be_are_taken() -> None:
     assert len(read_document(many("1", MAX_VALUES - 3))["messages"]) == MAX_VALUES - 3
 
 
-@settings(deadline=None)
 @given(document=st.dictionaries(TEXT, JSON, max_size=4))
 def test_a_long_body_is_read_as_any_other(document: dict[str, Any]) -> None:
     """What stands in texts counts as text, whatever it looks like; and the data is what json reads."""
@@ -78,7 +77,7 @@ def test_a_long_body_is_read_as_any_other(document: dict[str, Any]) -> None:
     assert read_document(json.dumps(document, ensure_ascii=False).encode()) == document
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     document=st.dictionaries(TEXT, JSON, max_size=4), key=TEXT.filter(lambda text: "\\" not in text and '"' not in text)
 )
