@@ -69,5 +69,11 @@ def open_service(
     state_file = Path(settings.state_file) if settings.state_file else None
     manager = SlotManager(machine, registry, mover, metrics=metrics, state_file=state_file)
     manager.start()
-    waits = {"wait_s": settings.wait_s, "first_token_s": settings.first_token_s}
-    return Service(Router(manager, shape.request_limits, cold=settings.cold, **waits), manager)
+    router = Router(
+        manager,
+        shape.request_limits,
+        wait_s=settings.wait_s,
+        cold=settings.cold,
+        first_token_s=settings.first_token_s,
+    )
+    return Service(router, manager)
