@@ -183,18 +183,8 @@ def test_serve_prints_one_line_of_json_once_it_serves(made: Made, tmp_path: Path
             process.kill()
 
 
-LONG_ON_A_CPU = (
-    "full_of_busy_adapters",
-    "too_large_a_put",
-    "stop_by_request_id",
-    "a_refused_request_disturbs_nobody",
-    "eviction_order",
-    "cut_at_the_engines_length",
-    "many_streams",
-    "stop_leaves_others_alone",
-    "adapters_and_base_in_one_batch",
-)
-"""Checks that let many long answers run at a time. tests/contract makes them with a tiny model."""
+LONG_ON_A_CPU = ("full_of_busy_adapters", "too_large_a_put", "stop_by_request_id")
+"""Checks that keep long answers running for minutes on a CPU. tests/contract makes them with a tiny model."""
 
 
 @pytest.fixture(scope="module")
@@ -236,13 +226,13 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.mark.triton
 def test_the_smollm2_profile_keeps_the_contract(smollm2: Path, served: str, tmp_path: Path) -> None:
     """Profile, plan, engine, repository, server, all by the commands: the contract suite passes against it."""
-    command = [sys.executable, "-m", "pytest", "-q", "--timeout=60", "-p", "no:cacheprovider", "tests/contract"]
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout=120", "-p", "no:cacheprovider", "tests/contract"]
     command += ["--triton", f"grpc://{served}", "--engine", str(smollm2)]
     command += ["-k", f"not ({' or '.join(LONG_ON_A_CPU)})"]
     told = tmp_path / "contract.txt"
     with told.open("w") as out:
         try:
-            code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=300, check=False).returncode
+            code = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=500, check=False).returncode
         except subprocess.TimeoutExpired:  # a failed check leaves its stream open, and gRPC then does not end
             code = -1
     assert code == 0, told.read_text()[-6000:]
