@@ -151,8 +151,7 @@ def _ready_json(server: TritonServer, folder: Path) -> str:
 
     with Client(server.grpc_url) as client:
         adapters = client.status()["known"]
-    doors = {"grpc": server.grpc_url, "http": f"http://{server.http_url}", "metrics": server.metrics_url}
-    return json.dumps({**doors, "repository": str(folder), "adapters": adapters, "pid": os.getpid()})
+    return json.dumps({**server.urls, "repository": str(folder), "adapters": adapters, "pid": os.getpid()})
 
 
 def _grpc_port(folder: Path) -> int:

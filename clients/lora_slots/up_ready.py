@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 def ready_json(server: TritonServer, prepared: Prepared, known: Sequence[str], warm: Sequence[str]) -> str:
     """Where it serves, what, and the process that a signal stops."""
-    doors = {"grpc": server.grpc_url, "http": f"http://{server.http_url}", "metrics": server.metrics_url}
     served = {"base": prepared.base.name, "registry": str(prepared.registry), "adapters": list(known)}
-    return json.dumps({**doors, **served, "warm": list(warm), "pid": os.getpid()})
+    return json.dumps({**server.urls, **served, "warm": list(warm), "pid": os.getpid()})
 
 
 def check_json(prompt: str, answers: Sequence[Answer], problems: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trtllm_lora.architectures import COMPILED, REFERENCE
 from trtllm_lora.profile_rule import Found, RuleTable, Values, on_gpu
@@ -29,11 +29,10 @@ _REFUSED = {
 )
 def _architecture(v: Values) -> Iterator[Found]:
     found, known = v["model.architecture"], COMPILED if on_gpu(v) else REFERENCE
-    near = difflib.get_close_matches(found, known, n=1, cutoff=0.9)
-    if found in known or (on_gpu(v) and not near):
+    if found in known or (on_gpu(v) and not _misspelt(found, known)):
         return
     engine = "TensorRT-LLM's engines" if on_gpu(v) else "the reference engine"
-    instead = near[0] if near else f"one of {', '.join(known)}"
+    instead = _misspelt(found, known) or f"one of {', '.join(known)}"
     yield "model.architecture", f"{found[:80]!r} is no architecture of {engine}", f"write {instead}"
 
 
@@ -47,9 +46,14 @@ def _architecture(v: Values) -> Iterator[Found]:
 )
 def _architecture_unknown(v: Values) -> Iterator[Found]:
     found = v["model.architecture"]
-    if on_gpu(v) and found not in COMPILED and not difflib.get_close_matches(found, COMPILED, n=1, cutoff=0.9):
+    if on_gpu(v) and found not in COMPILED and not _misspelt(found, COMPILED):
         what = f"{found[:80]!r} is not among the architectures known here to be compiled"
         yield "model.architecture", what, "ask `MODEL_MAP` of the image, or try `lora-slots engine build`"
+
+
+def _misspelt(found: str, known: Sequence[str]) -> str:
+    """The name that was meant, if it is nearly this one; else ""."""
+    return next(iter(difflib.get_close_matches(found, known, n=1, cutoff=0.9)), "")
 
 
 @TABLE.rule(
@@ -73,9 +77,12 @@ def _version(v: Values) -> Iterator[Found]:
 )
 def _container(v: Values) -> Iterator[Found]:
     container, version = v["engine.container"], v["engine.tensorrt_llm"]
-    for place, problem in (("container", container_problem), ("tensorrt_llm", lambda c, v: no_image_problem(v, c))):
-        if container and (found := problem(container, version)):
-            yield f"engine.{place}", *found
+    if not container:
+        return
+    if found := container_problem(container, version):
+        yield "engine.container", *found
+    if found := no_image_problem(version, container):
+        yield "engine.tensorrt_llm", *found
 
 
 @TABLE.rule(

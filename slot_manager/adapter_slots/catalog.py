@@ -46,7 +46,7 @@ class Catalog:
         self._passed: dict[str, set[tuple[object, ...]]] = {}
         """What of the entries with a digest was looked at: two names of one content may claim different things."""
         self._labels: dict[str, str] = {}
-        self._refused: OrderedDict[tuple[str, str], tuple[float, SlotError]] = OrderedDict()
+        self._refused: OrderedDict[tuple[str, object], tuple[float, SlotError]] = OrderedDict()
         self._task_ids: dict[str, int] = {}
         self._names: dict[int, str] = {}
 
@@ -140,23 +140,23 @@ class Catalog:
         superseded = [digest for digest in self._told if digest in named and digest not in serving]
         return Renewal(gone, superseded, relabelled)
 
-    def _raise_remembered(self, kind: str, text: str, asked: Entry | None = None) -> None:
-        remembered = self._refused.get((kind, text))
+    def _raise_remembered(self, kind: str, key: object, asked: Entry | None = None) -> None:
+        remembered = self._refused.get((kind, key))
         if remembered is not None:
             until, error = remembered
             if self._clock() < until:
                 raise error if asked is None else error.about(asked.name, asked.version)
-            self._refused.pop((kind, text), None)
+            self._refused.pop((kind, key), None)
 
-    def _remember(self, kind: str, text: str, error: SlotError) -> None:
-        self._refused[kind, text] = (self._clock() + self._forget_s, error)
+    def _remember(self, kind: str, key: object, error: SlotError) -> None:
+        self._refused[kind, key] = (self._clock() + self._forget_s, error)
         while len(self._refused) > REMEMBERED:
             self._refused.popitem(last=False)
 
 
-def _claims(entry: Entry) -> str:
+def _claims(entry: Entry) -> tuple[object, ...]:
     """A content and what an entry says of it: another name of it may say something else, and be served."""
-    return "\0".join(map(str, (entry.digest, *_source(entry))))
+    return entry.digest, *_source(entry)
 
 
 def _source(entry: Entry) -> tuple[object, ...]:

@@ -37,6 +37,8 @@ class Pools:
 
     def admits(self, pool: str | None, used: Iterable[str | None], num_slots: int) -> bool:
         """Whether one more adapter of `pool` may have a slot, given the pools of the adapters that have one."""
+        if not self.by_name:  # usual, and asked at every turn
+            return sum(1 for _ in used) < num_slots
         counts = Counter(used)
         own = self._of(pool)
         if own.cap is not None and counts[pool] >= own.cap:

@@ -123,7 +123,7 @@ def slot_victim(adapter: Adapter, live: Collection[Adapter], view: SlotView) -> 
         if not a.leases  # the usual reason to be held, and cheap
         and not a.held
         and now - a.bound_at >= residency_s
-        and (a.pool == pool or pools.yields(a.pool, pool, used))
+        and pools.yields(a.pool, pool, used)
     )
 
 
@@ -131,7 +131,7 @@ def _fits(adapter: Adapter, live: Collection[Adapter], config: MachineConfig) ->
     return (
         len(live) < config.num_slots
         and _pages(live) + adapter.pages <= config.cache_pages
-        and (not config.pools.by_name or config.pools.admits(adapter.pool, (a.pool for a in live), config.num_slots))
+        and config.pools.admits(adapter.pool, (a.pool for a in live), config.num_slots)
     )
 
 

@@ -19,10 +19,9 @@ from adapter_slots.manager import Owner, SlotManager
 from adapter_slots.operations import OPERATIONS, Arguments
 from adapter_slots.ports import Clock
 from adapter_slots.registry import Entry
+from adapter_slots.settings import FIRST_TOKEN_S
 from trtllm_lora.request_rules import RequestLimits, problems
 
-FIRST_TOKEN_S = 30.0
-"""Added to every lease's deadline, unless the parameter `first_token_s` says otherwise: queueing and prefill."""
 ANONYMOUS_MARGIN_S = 2.0
 GUESSED_TOKEN_S = 0.1
 COLD = ("wait", "fail", "base")

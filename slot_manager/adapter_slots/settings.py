@@ -15,6 +15,8 @@ from adapter_slots.records import MachineConfig, Timing
 from trtllm_lora import CacheGeometry, ContractError, EngineShape
 from trtllm_lora.geometry import DEFAULT_HOST_BYTES, DEFAULT_MAX_RANK, DEFAULT_OPTIMAL_RANK
 
+FIRST_TOKEN_S = 30.0
+
 
 class SettingsError(ValueError):
     """The parameters of `lora_router` cannot be used; the message lists every reason."""
@@ -45,7 +47,7 @@ class Settings(Timing):
     """What a request for a cold adapter does unless it says otherwise: wait or fail."""
     wait_s: float = 30.0
     """A request waits this long at most for its adapter."""
-    first_token_s: float = 30.0
+    first_token_s: float = FIRST_TOKEN_S
     """The engine may take this long to begin an answer. A lease whose end nobody reports is given up this long, and
     four times what its longest answer takes, after it was granted."""
     bind_timeout_s: float = 60.0

@@ -23,7 +23,8 @@ from adapter_slots.mover import Limits, Mover
 from adapter_slots.operations import OPERATIONS
 from adapter_slots.records import MachineConfig
 from adapter_slots.registry import FILE_NAME, Registry, publish
-from adapter_slots.router import FIRST_TOKEN_S, GUESSED_TOKEN_S, Router
+from adapter_slots.router import GUESSED_TOKEN_S, Router
+from adapter_slots.settings import FIRST_TOKEN_S
 from adapter_slots.store import Stores
 from trtllm_lora import CacheGeometry
 from trtllm_lora.request_rules import RequestLimits

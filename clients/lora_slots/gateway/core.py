@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import structlog
-
 from adapter_slots.registry import Registry
 from lora_slots.gateway.bodies import ChatBody, CompletionBody
 from lora_slots.gateway.door import Door
@@ -24,12 +22,11 @@ from lora_slots.gateway.generation import Generation
 from lora_slots.gateway.jobs import EngineFacts, Job, chat_job, chat_text, check_text, completion_job, encode_prompts
 from lora_slots.gateway.limits import TenantLimits
 from lora_slots.gateway.metrics import GatewayMetrics
-from lora_slots.gateway.names import Target, allowed, reads_as_base, resolve, unknown
+from lora_slots.gateway.names import Target, allowed, resolve, unknown
 from lora_slots.gateway.record import COLD_HEADER, Record
 from lora_slots.gateway.tenants import Caller, Tenant, TenantsSource
 from lora_slots.text import Tokenizer
 
-log = structlog.get_logger("lora_slots.gateway")
 SESSION_HEADER = "x-session-id"
 COLD = ("wait", "fail", "base")
 _chance = random.SystemRandom()
@@ -95,9 +92,6 @@ class Gateway:
         name, content = tenant.name if tenant else None, self.registry.content
         known = self._names.get(name)
         if known is None or known[0] is not content or known[1] is not tenant:
-            hidden = [one for one in content.names if reads_as_base(one, self.base)]
-            if hidden:
-                log.error("not served: the names read as the base model", names=hidden[:8], base=self.base)
             known = self._names[name] = (content, tenant, allowed(content, self.base, tenant))
         return known[2]
 

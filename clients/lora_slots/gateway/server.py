@@ -24,6 +24,7 @@ from lora_slots.gateway.core import Conversion, Gateway
 from lora_slots.gateway.door import Door
 from lora_slots.gateway.edge import check_origins, is_loopback
 from lora_slots.gateway.jobs import EngineFacts
+from lora_slots.gateway.names import reads_as_base
 from lora_slots.gateway.protocol import protocol
 from lora_slots.gateway.routes import public_app
 from lora_slots.gateway.tenants import TenantsSource
@@ -146,7 +147,12 @@ async def follow_files(gateway: Gateway) -> None:
     """Read the registry again whenever it changes, and say when it or the tenants' file is broken."""
     registry, tenants = gateway.registry, gateway.tenants
     told: set[str] = set()
+    content = None
     while True:
+        if registry.content is not content:
+            content = registry.content
+            if hidden := [name for name in content.names if reads_as_base(name, gateway.base)]:
+                log.error("not served: the names read as the base model", names=hidden[:8], base=gateway.base)
         await asyncio.sleep(registry.interval_s or REFRESH_S)
         await asyncio.to_thread(registry.refresh)
         if tenants is not None:

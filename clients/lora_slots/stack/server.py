@@ -77,6 +77,11 @@ class TritonServer:
         return f"{LOOPBACK}:{self.ports.grpc}"
 
     @property
+    def urls(self) -> dict[str, str]:
+        """Its doors as programs are told of them: gRPC by host:port, the others by URL."""
+        return {"grpc": self.grpc_url, "http": f"http://{self.http_url}", "metrics": self.metrics_url}
+
+    @property
     def metrics_url(self) -> str:
         """URL of the Prometheus metrics."""
         return f"http://{LOOPBACK}:{self.ports.metrics}/metrics"

@@ -49,8 +49,8 @@ class TritonRequest:
         self.sender = request.get_response_sender()
         self.request_id = request.request_id()
         self.tensors = {tensor.name(): tensor for tensor in request.inputs()}
-        self.adapter, self.op, self.op_args = (self.take_text(name) for name in OWN_INPUTS)
-        task_id = self.tensors.pop("lora_task_id", None)
+        self.adapter, self.op, self.op_args = (self.text(name) for name in OWN_INPUTS)
+        task_id = self.tensors.get("lora_task_id")
         self.task_id = None if task_id is None else int(task_id.as_numpy().reshape(-1)[0])
         self.has_weights = "lora_weights" in self.tensors or "lora_config" in self.tensors
         self.parameters = json.loads(request.parameters() or "{}")
@@ -70,9 +70,9 @@ class TritonRequest:
         streaming = self.tensors.get("streaming")
         return streaming is not None and bool(streaming.as_numpy().any())
 
-    def take_text(self, name):
-        """Take a STRING input out of the request; None if it is absent."""
-        tensor = self.tensors.pop(name, None)
+    def text(self, name):
+        """A STRING input; None if it is absent."""
+        tensor = self.tensors.get(name)
         return None if tensor is None else tensor.as_numpy().reshape(-1)[0].decode("utf-8", "replace")
 
     def forward(self, task_id):
