@@ -198,8 +198,9 @@ class Cache:
             value = server.config.parameters[key].string_value
             return int(value) if value.isdigit() else default
 
+        self.shape = server.shape
         self.geometry = CacheGeometry.of(
-            server.shape,
+            self.shape,
             optimal_rank=number("lora_cache_optimal_adapter_size", 8),
             max_rank=number("lora_cache_max_adapter_size", 64),
         )
@@ -208,6 +209,15 @@ class Cache:
     def pages_of(self, adapter: Adapter) -> int:
         """Pages an adapter takes."""
         return self.geometry.pages_for(adapter["lora_config"][0].tolist())
+
+    def filled(self, make_adapter: Any, pages: int) -> list[Adapter]:
+        """Adapters that take so many pages together, as few as there can be: all of them run at once."""
+        large, small = make_adapter(1, rank=self.shape.max_lora_rank, scale=0.05), make_adapter(1)
+        number, rest = divmod(pages, self.pages_of(large))
+        filling = [large] * number + [small] * (rest // self.pages_of(small))
+        if len(filling) > self.shape.max_batch_size:
+            pytest.skip(f"{pages} pages take {len(filling)} adapters, and {self.shape.max_batch_size} run at once")
+        return filling
 
 
 @pytest.fixture(scope="module")
@@ -245,9 +255,10 @@ def test_eviction_order_is_the_mirrors(
 def test_full_of_busy_adapters(server: Any, cache: Cache, prompt: list[int], make_adapter: Any, new_task: Any) -> None:
     """Rule: nothing evictable: the sliced text, and nobody is disturbed."""
     task, room = new_task(), server.shape.max_seq_len - len(prompt)
+    filling = cache.filled(make_adapter, cache.pages)
 
     def busy() -> list[Any]:
-        return [server.ask(prompt, room, lora_task_id=new_task(), **make_adapter(1)) for _ in range(cache.pages)]
+        return [server.ask(prompt, room, lora_task_id=new_task(), **adapter) for adapter in filling]
 
     put = server.while_busy(busy, lambda: server.answer(prompt, 1, lora_task_id=task, **make_adapter(1)))
     text = f"Error storing task={task} in PEFT cache -- Cache is full. There are no done tasks to evict ("
@@ -262,10 +273,11 @@ def test_too_large_a_put_empties_the_cache(
     if cache.pages_of(large) < 2:
         pytest.skip("the largest adapter takes one page")
     idle, room = new_task(), server.shape.max_seq_len - len(prompt)
+    filling = cache.filled(make_adapter, cache.pages - 1)
 
     def busy() -> list[Any]:
         server.tokens(prompt, 1, lora_task_id=idle, **make_adapter(2))
-        return [server.ask(prompt, room, lora_task_id=new_task(), **make_adapter(1)) for _ in range(cache.pages - 1)]
+        return [server.ask(prompt, room, lora_task_id=new_task(), **adapter) for adapter in filling]
 
     def put() -> tuple[Any, Any]:
         failed = server.answer(prompt, 1, lora_task_id=new_task(), **large)

@@ -77,7 +77,9 @@ def test_stop_by_request_id(server: Any, prompt: list[int]) -> None:
     stopped = running.answer()
     assert stopped.finals == 1
     assert len(stopped.tokens) < room - 1
-    assert all(len(other.answer().tokens) == room for other in others)
+    for other in others:
+        other.goes_on()
+        other.cancel()
 
 
 def test_stop_leaves_others_alone(server: Any, prompt: list[int]) -> None:

@@ -1,24 +1,22 @@
-"""A real Triton with the real model and the example adapters, started once for all tests here."""
+"""A real Triton with a little Llama and three adapters, started once for all tests here; those in smollm2/ have the real one.
+
+Names that both have: base, engine, tokenizer, adapters, prepared, server, golden, variants.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import little
 from fakes.stacks import running
-from fakes.variants import golden_variants
 
-from lora_slots import examples
-from lora_slots.base_model import ensure_base_model
-from lora_slots.base_model.store import cache_folder
-from lora_slots.embedded import Prepared, ensure_engine, publish_adapters
+from lora_slots.embedded import Prepared, publish_adapters
 from lora_slots.stack import TritonServer
 from lora_slots.text import Tokenizer
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "answers.json"
+from reference_engine import build_engine
 
 
 def quiet(stage: str, done: int, total: int) -> None:
@@ -26,15 +24,15 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def base() -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base model's directory."""
-    return ensure_base_model()
+    return little.make_base(tmp_path_factory.mktemp("little"))
 
 
 @pytest.fixture(scope="session")
-def engine(base: Path) -> Path:
+def engine(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The reference engine's directory."""
-    return ensure_engine(base, cache_folder(None) / "engines", quiet)
+    return build_engine(base, tmp_path_factory.mktemp("engine") / "little", max_lora_rank=16, max_seq_len=2048)
 
 
 @pytest.fixture(scope="session")
@@ -44,10 +42,23 @@ def tokenizer(base: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def prepared(base: Path, engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """The example adapters, published in a registry of the tests' own."""
-    home = tmp_path_factory.mktemp("adapters")
-    return Prepared(base, engine, publish_adapters(examples.adapters(), base, home, quiet))
+def all_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """PEFT directories of the three adapters and of the variants, by name."""
+    return little.make_adapters(tmp_path_factory.mktemp("peft"), little.golden()["seeds"])
+
+
+@pytest.fixture(scope="session")
+def adapters(all_adapters: dict[str, Path]) -> dict[str, Path]:
+    """PEFT directories of json, pirate and robot."""
+    return {name: all_adapters[name] for name in little.NAMES}
+
+
+@pytest.fixture(scope="session")
+def prepared(
+    base: Path, engine: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Prepared:
+    """The three adapters, published in a registry of the tests' own."""
+    return Prepared(base, engine, publish_adapters(adapters, base, tmp_path_factory.mktemp("adapters"), quiet))
 
 
 @pytest.fixture(scope="session")
@@ -59,21 +70,11 @@ def server(prepared: Prepared) -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def variants(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
-    """The answers of transformers and peft of twelve more adapters, by name: as `golden`, with example and seed."""
-    given = golden_variants()
-    common = {"text_input": given["text_input"], "max_tokens": given["max_tokens"]}
-    return {
-        entry["name"]: {**entry, **common, "adapter": entry["name"], "text": tokenizer.decode(entry["tokens"])}
-        for entry in given["variants"]
-    }
+    """The answers of transformers and peft of twelve more adapters, by name: as `golden`, to one prompt."""
+    return {entry["adapter"]: entry for entry in little.with_texts(little.golden()["variants"], tokenizer)}
 
 
 @pytest.fixture(scope="session")
-def golden(base: Path, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The answers of transformers and peft: adapter, prompt, text_input, tokens, text."""
-    answers = json.loads(GOLDEN.read_text(encoding="utf-8"))["answers"]
-    for answer in answers:
-        messages = [{"role": "user", "content": answer["prompt"]}]
-        answer["text_input"] = tokenizer.apply_chat_template(messages)
-        answer["text"] = tokenizer.decode(answer["tokens"])
-    return list(answers)
+def golden(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The answers of transformers and peft: adapter (None: the base), prompt, max_tokens, tokens, text_input, text."""
+    return little.with_texts(little.golden()["answers"], tokenizer)

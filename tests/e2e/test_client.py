@@ -132,12 +132,12 @@ def test_the_direct_door_serves_many_threads(
 
 def test_stop_and_sampling_reach_the_engine(server: TritonServer, tokenizer: Tokenizer, pirate: dict[str, Any]) -> None:
     """A text that stops the answer, by either door; the same seed gives the same text, another one another."""
-    word = pirate["text"].split()[2]
+    word = pirate["text"][10:14]
     with Client(server.grpc_url) as client, DirectClient(server.grpc_url, tokenizer) as direct:
         for door in (client, direct):
-            cut = door.generate(pirate["text_input"], adapter="pirate", stop=[f" {word}"])
+            cut = door.generate(pirate["text_input"], adapter="pirate", stop=[word])
             assert cut != pirate["text"]
-            assert pirate["text"].startswith(cut.removesuffix(f" {word}"))
+            assert pirate["text"].startswith(cut.removesuffix(word))
         chance: dict[str, float] = {"temperature": 1.5, "top_k": 200, "top_p": 1.0}
         texts = [client.generate(pirate["text_input"], sampling={**chance, "seed": seed}) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]

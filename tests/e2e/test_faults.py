@@ -18,7 +18,6 @@ import pytest
 from fakes.small_shm import fill, in_small_shm
 from fakes.stacks import running
 from fakes.steady import Steady, ask, explain, is_right, until
-from fakes.variants import make_variant
 
 from adapter_slots.host import KEPT_FREE
 from adapter_slots.registry import publish, publish_at
@@ -31,7 +30,7 @@ from peft_to_trtllm import convert
 
 pytestmark = pytest.mark.triton
 STEADY = "json-1"
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 QUICK = {"tick_s": "0.1", "wait_s": "3"}
 
 
@@ -45,7 +44,7 @@ def by_name(golden: list[dict[str, Any]], adapter: str) -> dict[str, Any]:
 
 @dataclass
 class SmallDisk:
-    """A stack whose adapters are converted into a file system of 16 MiB, and two of which fit HOST."""
+    """A stack whose adapters are converted into a file system of 1 MiB, and two of which fit HOST."""
 
     server: TritonServer
     root: Path
@@ -65,7 +64,11 @@ class SmallDisk:
 
 @pytest.fixture(scope="module")
 def small_disk(
-    base: Path, engine: Path, variants: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+    base: Path,
+    engine: Path,
+    variants: dict[str, dict[str, Any]],
+    all_adapters: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[SmallDisk]:
     """Raw adapters beside the registry; in the disk's directory a torn bundle and a stranger's file."""
     home = tmp_path_factory.mktemp("small-disk")
@@ -73,12 +76,12 @@ def small_disk(
     root.mkdir()
     if shutil.which("mount") is None or os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", root], check=False).returncode:  # noqa: S607
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", root], check=False).returncode:  # noqa: S607
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
-        for name, entry in variants.items():
-            raw = make_variant(home / "peft" / name, entry["example"], entry["seed"])
-            if name in (STEADY, "robot-1"):
+        for name in variants:
+            raw = all_adapters[name]
+            if name in (STEADY, "robot-2"):
                 bundle = convert(raw, base=base, out=home / "bundles", dtype="float32", name=name)
             if name == STEADY:
                 publish(registry, bundle, name)
@@ -88,7 +91,7 @@ def small_disk(
         shutil.copytree(bundle.path, root / bundle.digest)
         os.truncate(root / bundle.digest / "model.lora_weights.npy", 1000)
         (root / "notes.txt").write_text("somebody else's")
-        router = {**QUICK, "disk_dir": str(root), "host_bytes": str(8 * MIB)}
+        router = {**QUICK, "disk_dir": str(root), "host_bytes": str(34 * KIB)}
         with running(Prepared(base, engine, registry), router=router) as server:
             yield SmallDisk(server, root, bundle.digest)
     finally:
@@ -103,20 +106,20 @@ def test_a_torn_bundle_is_shelved_and_a_strangers_file_stays(
         disk = client.operate("status")["disk"]
     assert list(disk["torn"]) == [small_disk.torn]
     assert disk["foreign"] == ["notes.txt"]
-    assert ask(small_disk.server, variants["robot-1"]) == variants["robot-1"]["text"]
+    assert ask(small_disk.server, variants["robot-2"]) == variants["robot-2"]["text"]
     assert (small_disk.root / "notes.txt").read_text() == "somebody else's"
 
 
 def test_a_full_disk_is_told_and_heals(small_disk: SmallDisk, variants: dict[str, dict[str, Any]]) -> None:
     """Another program fills the file system: nothing that is there is lost, and with room again the adapter comes."""
-    other = fill(small_disk.root, leave=MIB)
+    other = fill(small_disk.root, leave=4 * KIB)
     with Steady(small_disk.server, variants[STEADY]):
         with pytest.raises(ServerError, match=r"no room for \d+ bytes"):
             ask(small_disk.server, variants["pirate-1"])
         assert "free on the file system" in explain(small_disk.server, "pirate-1")["failure"]
         other.unlink()
         until(lambda: is_right(small_disk.server, variants["pirate-1"]))
-    assert is_right(small_disk.server, variants["robot-1"])
+    assert is_right(small_disk.server, variants["robot-2"])
 
 
 def test_a_disk_that_nobody_may_write_serves_what_it_has(
@@ -124,18 +127,18 @@ def test_a_disk_that_nobody_may_write_serves_what_it_has(
 ) -> None:
     """What is there is brought up; what is not is refused with the reason, until it can be written again."""
     server = small_disk.server
-    for name in ("pirate-1", "robot-1"):  # there, and at most one of them in HOST beside the steady one
+    for name in ("pirate-1", "robot-2"):  # there, and at most one of them in HOST beside the steady one
         until(lambda name=name: is_right(server, variants[name]))  # type: ignore[misc]
     small_disk.allow_writing(False)
     try:
         with Steady(server, variants[STEADY]):
             with pytest.raises(ServerError, match="not permitted"):
-                ask(server, variants["pirate-2"])
-            assert "not permitted" in explain(server, "pirate-2")["failure"]
-            assert [is_right(server, variants[name]) for name in ("pirate-1", "robot-1")] == [True, True]
+                ask(server, variants["pirate-3"])
+            assert "not permitted" in explain(server, "pirate-3")["failure"]
+            assert [is_right(server, variants[name]) for name in ("pirate-1", "robot-2")] == [True, True]
     finally:
         small_disk.allow_writing(True)
-    until(lambda: is_right(server, variants["pirate-2"]))
+    until(lambda: is_right(server, variants["pirate-3"]))
 
 
 # --- shared memory
@@ -199,14 +202,14 @@ def test_a_client_that_goes_while_it_waits_leaves_nothing(
 ) -> None:
     """The running stream ends whole, and no lease is left.
 
-    The direct door sees that nobody waits. In an ensemble a step does not learn it (Triton 2.51), the next step never
-    runs, and nobody reports its end: the lease is reaped by its deadline.
+    The direct door sees that nobody waits. In an ensemble a step does not learn it (Triton 2.51); mostly the next step
+    never runs then, nobody reports its end, and the lease is reaped by its deadline.
     """
     started, pieces, reaped_before = threading.Event(), list[str](), reaped(narrow)
 
     def run() -> None:
         with Client(narrow.grpc_url) as client:
-            for piece in client.stream("Once upon a time", adapter="pirate", max_tokens=150, end_id=-1):
+            for piece in client.stream("Once upon a time", adapter="pirate", max_tokens=1900, end_id=-1):
                 pieces.append(piece)
                 started.set()
 
@@ -229,7 +232,7 @@ def test_a_client_that_goes_while_it_waits_leaves_nothing(
     until(lambda: (explain(narrow, "robot")["waiting"], explain(narrow, "robot")["leases"]) == (0, 0))
     assert len(pieces) > 100
     assert is_right(narrow, by_name(golden, "json"))
-    until(lambda: reaped(narrow) == reaped_before + (door == "ensemble"))
+    assert reaped(narrow) - reaped_before in ({0, 1} if door == "ensemble" else {0})
 
 
 def ask_for_lease(client: Client) -> None:

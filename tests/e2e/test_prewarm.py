@@ -21,7 +21,7 @@ from adapter_slots.registry import publish
 from adapter_slots.registry_changes import set_rules
 from adapter_slots.registry_home import home_of
 from adapter_slots.registry_writing import change, publish_at
-from lora_slots import Client, examples
+from lora_slots import Client
 from lora_slots.embedded import Prepared, publish_adapters
 from lora_slots.stack import TritonServer
 from lora_slots.stack.ports import choose_ports
@@ -36,9 +36,9 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def registry(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def registry(base: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three adapters, the last of them pinned, and a ghost."""
-    file = publish_adapters(examples.adapters(), base, tmp_path_factory.mktemp("registry"), quiet)
+    file = publish_adapters(adapters, base, tmp_path_factory.mktemp("registry"), quiet)
     change(home_of(file), "pin robot", lambda doc: set_rules(doc, "robot", {"pinned": True}))
     return file
 
@@ -134,10 +134,10 @@ def _without(adapters: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_a_version_that_was_published_a_moment_ago_is_waited_for(
-    narrow: TritonServer, registry: Path, base: Path
+    narrow: TritonServer, registry: Path, base: Path, adapters: dict[str, Path]
 ) -> None:
     """The server looks at its registry now and then: the new version is warmed, not the one before."""
-    other = examples.adapters()["json"]
+    other = adapters["json"]
     publish(
         registry, convert(other, base=base, out=registry.parent / "other", dtype="float32", name="pirate"), "pirate"
     )

@@ -22,7 +22,6 @@ from adapter_slots.registry import Registry
 from adapter_slots.registry_changes import Doc, add_version, give_share, make_current, set_alias, set_rules
 from adapter_slots.registry_home import FileHome
 from adapter_slots.registry_writing import change
-from lora_slots import examples
 from lora_slots.client import Client
 from lora_slots.embedded import Prepared
 from lora_slots.errors import ServerError
@@ -41,13 +40,13 @@ VERSIONS = {1: "pirate", 2: "robot"}
 
 
 @pytest.fixture(scope="module")
-def home(base: Path, tmp_path_factory: pytest.TempPathFactory) -> FileHome:
+def home(base: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> FileHome:
     """`style` with two signed versions, the second a canary of alias `support`; `json`, which nobody signed; a pin."""
     folder = tmp_path_factory.mktemp("registry")
     home, key = FileHome(folder / "adapters.yaml"), new_key(folder / "release.key")
     for number, example in VERSIONS.items():
-        change(home, f"add style@{number}", added(home, "style", signed(converted(example, base, folder), key)))
-    change(home, "add json", added(home, "json", converted("json", base, folder)))
+        change(home, f"add style@{number}", added(home, "style", signed(converted(adapters, example, base, folder), key)))
+    change(home, "add json", added(home, "json", converted(adapters, "json", base, folder)))
 
     def rules(doc: Doc) -> Doc:
         doc = set_alias(make_current(doc, "style", 1), "support", {"style": 100})
@@ -58,9 +57,9 @@ def home(base: Path, tmp_path_factory: pytest.TempPathFactory) -> FileHome:
     return home
 
 
-def converted(example: str, base: Path, folder: Path) -> Bundle:
-    """The bundle of an example adapter."""
-    return convert(examples.adapters()[example], base=base, out=folder / "bundles", dtype="float32", name=example)
+def converted(adapters: dict[str, Path], example: str, base: Path, folder: Path) -> Bundle:
+    """The bundle of an adapter."""
+    return convert(adapters[example], base=base, out=folder / "bundles", dtype="float32", name=example)
 
 
 def signed(bundle: Bundle, key: PrivateKey) -> Bundle:

@@ -18,7 +18,6 @@ from fakes.stacks import running
 
 from adapter_slots.registry import Registry, publish_at
 from adapter_slots.store import source_digest
-from lora_slots import examples
 from lora_slots.client import Client
 from lora_slots.embedded import Prepared
 from lora_slots.errors import ServerError
@@ -46,25 +45,25 @@ def upload(store: Seaweed, folder: Path, prefix: str) -> str:
 
 @pytest.fixture(scope="module")
 def remote(
-    base: Path, engine: Path, store: Seaweed, tmp_path_factory: pytest.TempPathFactory
+    base: Path, engine: Path, adapters: dict[str, Path], store: Seaweed, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
     """A stack whose registry names a bundle, a raw adapter and a missing one: all in the store, the registry too."""
     home = tmp_path_factory.mktemp("remote")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**seaweed.environment(), "AWS_ENDPOINT_URL": store.url}.items():
             patch.setenv(name, value)
-        publish_all(base, home, store)
+        publish_all(base, adapters, home, store)
         patch.delenv("AWS_ENDPOINT_URL")
         router = {"disk_dir": str(home / "disk"), "s3_endpoint_url": store.url, "tick_s": "0.2", "registry": REGISTRY}
         with running(Prepared(base, engine, home), router={**router, "registry_refresh_s": "0.2"}) as made:
             yield made
 
 
-def publish_all(base: Path, home: Path, store: Seaweed) -> None:
+def publish_all(base: Path, adapters: dict[str, Path], home: Path, store: Seaweed) -> None:
     """Upload the adapters and write the registry."""
-    bundle = convert(examples.adapters()["pirate"], base=base, out=home / "made", dtype="float32", name="pirate")
+    bundle = convert(adapters["pirate"], base=base, out=home / "made", dtype="float32", name="pirate")
     publish_at(REGISTRY, "pirate", bundle.digest, upload(store, bundle.path, "bundles/pirate"))
-    raw = examples.adapters()["robot"]
+    raw = adapters["robot"]
     digest = source_digest({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in raw.iterdir()})
     publish_at(REGISTRY, "robot", digest, upload(store, raw, "raw/robot"))
     publish_at(REGISTRY, "ghost", "0" * 64, "s3://adapters/nothing/here")

@@ -19,7 +19,6 @@ from fakes.faulty_proxy import Fault, FaultyProxy, between
 from fakes.seaweed import Seaweed
 from fakes.stacks import running
 from fakes.steady import Steady, ask, explain, is_right, until
-from fakes.variants import make_variant
 
 from adapter_slots.registry import publish, publish_at
 from lora_slots.embedded import Prepared
@@ -44,7 +43,11 @@ class Shop:
 
 @pytest.fixture(scope="module")
 def shop(
-    base: Path, engine: Path, variants: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+    base: Path,
+    engine: Path,
+    variants: dict[str, dict[str, Any]],
+    all_adapters: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Shop]:
     """Bundles in SeaweedFS behind a proxy; the steady adapter lies beside the registry."""
     home = tmp_path_factory.mktemp("shop")
@@ -52,9 +55,8 @@ def shop(
         store = stack.enter_context(seaweed.for_tests(home / "seaweed", "adapters"))
         proxy = proxied.enter_context(between(store.host, store.port))
         client = store.client()
-        for name, entry in variants.items():
-            peft = make_variant(home / "peft" / name, entry["example"], entry["seed"])
-            bundle = convert(peft, base=base, out=home / "bundles", dtype="float32", name=name)
+        for name in variants:
+            bundle = convert(all_adapters[name], base=base, out=home / "bundles", dtype="float32", name=name)
             if name == STEADY:
                 publish(home / "adapters.yaml", bundle, name)
                 continue

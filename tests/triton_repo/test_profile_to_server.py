@@ -183,10 +183,6 @@ def test_serve_prints_one_line_of_json_once_it_serves(made: Made, tmp_path: Path
             process.kill()
 
 
-LONG_ON_A_CPU = ("full_of_busy_adapters", "too_large_a_put", "stop_by_request_id")
-"""Checks that keep long answers running for minutes on a CPU. tests/contract makes them with a tiny model."""
-
-
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The engine of the SmolLM2 profile as it is shipped, out of the pipeline's cache after the first time."""
@@ -228,7 +224,6 @@ def test_the_smollm2_profile_keeps_the_contract(smollm2: Path, served: str, tmp_
     """Profile, plan, engine, repository, server, all by the commands: the contract suite passes against it."""
     command = [sys.executable, "-m", "pytest", "-q", "--timeout=120", "-p", "no:cacheprovider", "tests/contract"]
     command += ["--triton", f"grpc://{served}", "--engine", str(smollm2)]
-    command += ["-k", f"not ({' or '.join(LONG_ON_A_CPU)})"]
     told = tmp_path / "contract.txt"
     with told.open("w") as out:
         try:
@@ -236,9 +231,9 @@ def test_the_smollm2_profile_keeps_the_contract(smollm2: Path, served: str, tmp_
         except subprocess.TimeoutExpired:  # a failed check leaves its stream open, and gRPC then does not end
             code = -1
     assert code == 0, told.read_text()[-6000:]
-    passed = re.search(r"^(\d+) passed, (\d+) deselected", told.read_text(), re.MULTILINE)
+    passed = re.search(r"^(\d+) passed in ", told.read_text(), re.MULTILINE)  # and none skipped
     assert passed, told.read_text()[-600:]
-    assert (int(passed[1]) > 90, int(passed[2])) == (True, len(LONG_ON_A_CPU))
+    assert int(passed[1]) > 100
 
 
 @pytest.mark.triton
