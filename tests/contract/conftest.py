@@ -164,7 +164,7 @@ class Asked:
         return result
 
     def goes_on(self) -> None:
-        """Hear all that has come, and wait for one more response unless the request has ended; no error may be among it."""
+        """Hear all that has come, and one more response unless the request has ended; none may be an error."""
         heard = [self.heard.get() for _ in range(self.heard.qsize())]
         if not self.ended:
             heard.append(self.heard.get(timeout=WAIT_S))

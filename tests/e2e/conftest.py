@@ -1,4 +1,4 @@
-"""A real Triton with a little Llama and three adapters, started once for all tests here; those in smollm2/ have the real one.
+"""A real Triton with a little Llama and three adapters, started once for all tests here; smollm2/ has the real one.
 
 Names that both have: base, engine, tokenizer, adapters, prepared, server, golden, variants.
 """
@@ -54,9 +54,7 @@ def adapters(all_adapters: dict[str, Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def prepared(
-    base: Path, engine: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Prepared:
+def prepared(base: Path, engine: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """The three adapters, published in a registry of the tests' own."""
     return Prepared(base, engine, publish_adapters(adapters, base, tmp_path_factory.mktemp("adapters"), quiet))
 

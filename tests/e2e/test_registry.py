@@ -45,7 +45,9 @@ def home(base: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("registry")
     home, key = FileHome(folder / "adapters.yaml"), new_key(folder / "release.key")
     for number, example in VERSIONS.items():
-        change(home, f"add style@{number}", added(home, "style", signed(converted(adapters, example, base, folder), key)))
+        change(
+            home, f"add style@{number}", added(home, "style", signed(converted(adapters, example, base, folder), key))
+        )
     change(home, "add json", added(home, "json", converted(adapters, "json", base, folder)))
 
     def rules(doc: Doc) -> Doc:

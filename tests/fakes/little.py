@@ -1,7 +1,7 @@
 """A little Llama with three adapters and twelve more, whose answers by transformers and peft are known.
 
-It stands where a test is of what happens around the engine: slots, faults, clients. What it answers is made of printable
-characters, and each adapter answers otherwise from the first characters on.
+It stands where a test is of what happens around the engine: slots, faults, clients. What it answers is made of
+printable characters, and each adapter answers otherwise from the first characters on.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fakes.fleet import write_adapter
 from safetensors.numpy import load_file, save_file
 
+from fakes.fleet import write_adapter
 from lora_slots.base_model import make_tiny_llama
 from lora_slots.text import Tokenizer
 
@@ -46,7 +46,7 @@ def golden() -> dict[str, Any]:
 
 
 def with_texts(entries: Iterable[dict[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Entries of answers (adapter, prompt, tokens, max_tokens) with the prompt in the chat format and the answer's text."""
+    """Entries (adapter, prompt, tokens, max_tokens) with the prompt in the chat format and the answer's text."""
     return [
         {
             **entry,

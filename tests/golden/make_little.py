@@ -2,8 +2,8 @@
 
     python tests/golden/make_little.py
 
-Seeds of adapters are taken so that no two answer a prompt alike, prompts so that no chosen token was a close call. Needs
-the `oracle` dependency group; a minute.
+Seeds of adapters are taken so that no two answer a prompt alike, prompts so that no chosen token was a close call.
+Needs the `oracle` dependency group; a minute.
 """
 
 import json
