@@ -19,12 +19,14 @@ from lora_slots.text import Tokenizer
 
 FILE = Path(__file__).parents[1] / "golden" / "little.json"
 PRINTABLE = "".join(map(chr, range(ord(" "), ord("~") + 1)))
+BASE = "little"
+"""The base model's name."""
 NAMES = ("json", "pirate", "robot")
 
 
 def make_base(home: Path) -> Path:
-    """The model's directory, `home`/base; the same bytes every time."""
-    base = make_tiny_llama(home / "base", seed=3)
+    """The model's directory below `home`; the same bytes every time."""
+    base = make_tiny_llama(home / BASE, seed=3)
     ids = {number for letter in PRINTABLE for number in Tokenizer(base).encode(letter)}
     file = base / "model.safetensors"
     weights = load_file(file)

@@ -13,9 +13,9 @@ from typing import Any
 import openai
 import pytest
 from fakes.gateways import RunningGateway, ask, gateway, until
+from fakes.little import BASE
 
 from adapter_slots.registry import Registry
-from lora_slots import examples
 from lora_slots.client import Client
 from lora_slots.embedded import Prepared
 from lora_slots.errors import ServerError, UsageError
@@ -25,7 +25,6 @@ from lora_slots.stack import TritonServer
 
 pytestmark = pytest.mark.triton
 CHAT = "/v1/chat/completions"
-BASE = "SmolLM2-135M-Instruct"
 
 
 def asked(model: str, **more: Any) -> dict[str, Any]:
@@ -209,19 +208,19 @@ def test_operations(door: RunningGateway) -> None:
     assert ask(door.url, CHAT, asked("pirate")).status == 200
 
 
-def nearly(name: str, folder: Path) -> str:
-    """A PEFT directory of other bytes than the example adapter's, and the same answers: alpha is a hair larger."""
-    shutil.copytree(examples.adapters()[name], folder)
+def nearly(peft: Path, folder: Path) -> str:
+    """A PEFT directory of other bytes than the adapter's, and the same answers: alpha is a hair larger."""
+    shutil.copytree(peft, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": config["lora_alpha"] * 1.00001}))
     return str(folder)
 
 
 def test_an_adapter_comes_and_goes_as_with_vllm(
-    door: RunningGateway, golden: list[dict[str, Any]], tmp_path: Path
+    door: RunningGateway, golden: list[dict[str, Any]], adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     """Loaded from a PEFT directory it answers at once; a second load needs load_inplace; unloaded it is unknown."""
-    load = {"lora_name": "guest", "lora_path": nearly("json", tmp_path / "guest")}
+    load = {"lora_name": "guest", "lora_path": nearly(adapters["json"], tmp_path / "guest")}
     loaded = ask(door.admin_url, "/v1/load_lora_adapter", load)
     assert (loaded.status, loaded.body) == (200, b"Success: LoRA adapter 'guest' added successfully."), loaded.body
     one = next(each for each in golden if each["adapter"] == "json")
@@ -253,7 +252,9 @@ def test_what_cannot_be_served_leaves_no_trace(door: RunningGateway, prepared: P
     assert dict(Registry(prepared.registry).entries) == before
 
 
-def test_rollback_under_load(door: RunningGateway, golden: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_rollback_under_load(
+    door: RunningGateway, golden: list[dict[str, Any]], adapters: dict[str, Path], tmp_path: Path
+) -> None:
     """A new version and its end while requests run: every answer is a whole one of one version, none fails."""
     texts = {}
     for name in ("json", "robot"):
@@ -262,7 +263,7 @@ def test_rollback_under_load(door: RunningGateway, golden: list[dict[str, Any]],
     prompt = next(each["prompt"] for each in golden if each["adapter"] == "json")
     assert prompt == next(each["prompt"] for each in golden if each["adapter"] == "robot")
     question = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 64}
-    folders = {name: nearly(name, tmp_path / name) for name in texts}
+    folders = {name: nearly(adapters[name], tmp_path / name) for name in texts}
     assert (
         ask(door.admin_url, "/v1/load_lora_adapter", {"lora_name": "turn", "lora_path": folders["json"]}).status == 200
     )

@@ -18,7 +18,7 @@ from lora_slots.errors import ServerError
 from lora_slots.stack import TritonServer
 
 pytestmark = pytest.mark.triton
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def ask(url: str, answer: dict[str, Any], *, stream: bool = True, request_id: str | None = None) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from fakes.up import Running, nothing_left
 
 pytestmark = pytest.mark.triton
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from fakes.up import Running, lora_slots, nothing_left
 from lora_slots import examples
 
 pytestmark = pytest.mark.triton
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

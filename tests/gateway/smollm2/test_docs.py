@@ -13,7 +13,7 @@ from fakes.gateways import RunningGateway
 
 from lora_slots.gateway.tenants import read_tenants
 
-PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
+PAGE = Path(__file__).parents[3] / "docs" / "gateway.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

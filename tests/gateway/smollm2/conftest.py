@@ -1,0 +1,6 @@
+"""A gateway before a real Triton with SmolLM2 and the example adapters, started once for all tests here."""
+
+from fakes.gateway_stack import client, door
+from fakes.smollm2_stack import adapters, base, engine, golden, prepared, server, tokenizer, variants
+
+__all__ = ["adapters", "base", "client", "door", "engine", "golden", "prepared", "server", "tokenizer", "variants"]
