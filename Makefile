@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made on first use; nothing needs to be activated. Settings, all optional:
 #   PYTHON=python3.12   the interpreter .venv is made with (3.11 or 3.12)
 #   ARGS="..."          arguments for `make up`, `make test` and `make ci-rehearsal`
-#   JOBS=2              files of tests at a time; JOBS=0: all in one process
+#   JOBS=2              files of tests at a time, processes of mypy; JOBS=0: all in one process
 .DEFAULT_GOAL := help
 SHELL := /bin/sh
 PYTHON ?=
@@ -33,7 +33,7 @@ up: $(runtime) ## serve the base model and the example adapters until Ctrl-C (AR
 	@$(bin)/lora-slots up $(ARGS)
 
 test: $(runtime) $(dev) ## run all tests, those with a real Triton included
-	REFERENCE_ENGINE_THREADS=$(if $(filter-out 0 1,$(JOBS)),1) \
+	$(if $(filter-out 0 1,$(JOBS)),REFERENCE_ENGINE_THREADS=1 OMP_NUM_THREADS=1) \
 	$(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(checks) ## what CI runs: lint, types, arch, docs-check and test
@@ -52,7 +52,7 @@ fix: $(dev) ## ruff, writing
 	$(bin)/ruff check --fix .
 
 types: $(runtime) $(dev) ## mypy, strict
-	$(bin)/mypy $(folders)
+	$(bin)/mypy --num-workers $(if $(filter-out 0,$(JOBS)),$(JOBS),1) $(folders)
 
 arch: $(runtime) $(dev) ## import-linter: who may import whom
 	$(bin)/lint-imports

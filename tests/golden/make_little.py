@@ -34,7 +34,6 @@ FIRST_DIFFERENT = 12
 
 def main() -> None:
     """Look for seeds and prompts, and write the file."""
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         content = answers(Path(folder))
     FILE.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -42,6 +41,7 @@ def main() -> None:
 
 def answers(home: Path) -> dict[str, Any]:
     """The file's content."""
+    torch.set_num_threads(1)
     base = make_base(home)
     tokenizer = Tokenizer(base)
     prompts: dict[str, list[int]] = {}

@@ -1,12 +1,12 @@
 """The little model's golden answers belong to what fakes.little makes, and transformers with peft still gives them."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import little
 
+from lora_slots.text import Tokenizer
 from trtllm_lora.files import sha256_of
 
 GOLDEN = little.golden()
@@ -28,18 +28,26 @@ def test_no_two_begin_alike(entries: str) -> None:
     assert len(set(begun)) == len(begun)
 
 
-def make_little() -> Any:
-    """The script beside this file, as a module."""
-    spec = importlib.util.spec_from_file_location("make_little", Path(__file__).with_name("make_little.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_transformers_and_peft_still_say_so(tmp_path: Path) -> None:
-    """The script writes the same file again."""
-    assert make_little().answers(tmp_path) == GOLDEN
+    """Base and every adapter, given each recorded answer up to a token, like that token best."""
+    torch = pytest.importorskip("torch")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    base = little.make_base(tmp_path)
+    paths = little.make_adapters(tmp_path, GOLDEN["seeds"])
+    tokenizer = Tokenizer(base)
+    for adapter in (None, *paths):
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, paths[adapter])
+        entries = [one for one in GOLDEN["answers"] + GOLDEN["variants"] if one["adapter"] == adapter]
+        assert entries
+        for entry in little.with_texts(entries, tokenizer):
+            ids = tokenizer.encode(entry["text_input"], add_special_tokens=False)
+            with torch.inference_mode():
+                logits = model.eval()(input_ids=torch.tensor([ids + entry["tokens"][:-1]])).logits
+            assert logits[0, len(ids) - 1 :].argmax(-1).tolist() == entry["tokens"]
