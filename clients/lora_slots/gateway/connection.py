@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         self._machine = Http2()
         self._calls: dict[int, Call] = {}
         self._transport: asyncio.Transport | None = None
-        self._why = Lost("Connection lost")
+        self._why = "Connection lost"
         self._changed = asyncio.Event()
         """Something happened that calls may wait for; replaced each time."""
         self._greeted = False
@@ -137,7 +137,7 @@ class Connection(asyncio.Protocol):
         """Wait until the server has spoken. Raises Lost."""
         while not self._greeted:
             if not self.is_open:
-                raise self._why
+                raise Lost(self._why)
             await self._changed.wait()
 
     async def change(self) -> None:
@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
     def call(self, fields: list[tuple[bytes, bytes]], body: bytes) -> Call:
         """Begin a call. Raises Lost."""
         if not self.is_open:
-            raise self._why
+            raise Lost(self._why)
         stream_id = self._machine.request(fields, body)
         call = self._calls[stream_id] = Call(self, stream_id)
         self._flush()
@@ -227,10 +227,10 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _lose(self, why: str) -> None:
-        self._why = Lost(why)
+        self._why = why
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            call.over(self._why)
+            call.over(Lost(why))
         self._tell()
 
     def _tell(self) -> None:
