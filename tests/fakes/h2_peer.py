@@ -1,4 +1,4 @@
-"""A server's end of HTTP/2 by the library h2, which raises whenever its client breaks the protocol; and bytes by hand."""
+"""A server's end of HTTP/2: by the library h2, which raises when its client breaks the protocol, and by hand."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def test_a_door_hears_one_error_of_whatever_answers(
 
     async def test() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        door = Door("127.0.0.1:{}".format(server.sockets[0].getsockname()[1]))
+        door = Door(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         async with asyncio.timeout(20):
             for _ in range(2):
                 with pytest.raises(Unreachable):
