@@ -105,8 +105,8 @@ async def serving(
     finally:
         channel.close()
         server.close()
-        for one in made:
-            one.transport.abort()
+        for connection in made:
+            connection.transport.abort()
 
 
 def echo(server: Server, stream_id: int, body: bytes) -> None:

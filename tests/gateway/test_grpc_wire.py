@@ -98,7 +98,7 @@ def made(tensors: list[tuple[str, bytes]], *, final: bool = False, error: str = 
     answer.infer_response.model_name = "tensorrt_llm"
     answer.infer_response.parameters["triton_final_response"].bool_param = final
     for name, content in tensors:
-        answer.infer_response.outputs.add(name=name, datatype="INT32", shape=[1, len(content)])
+        answer.infer_response.outputs.add(name=name, datatype="INT32", shape=[1, 1])
         answer.infer_response.raw_output_contents.append(content)
     return answer
 
@@ -135,6 +135,14 @@ def test_a_response_like_the_last_one_is_not_parsed(monkeypatch: pytest.MonkeyPa
         read = responses.read(made([("output_ids", content), ("sequence_length", b"\1\0\0\0")]).SerializeToString())
         assert read == Response(("output_ids", "sequence_length"), (content, b"\1\0\0\0"), False)
     assert len(parsed) == 1
+
+
+def test_tensors_of_other_lengths_are_not_cut_as_the_last_ones() -> None:
+    """Though the whole is as long, and begins as they did."""
+    responses = Responses()
+    for lengths in ((4, 4), (2, 6), (6, 2), (4, 4)):
+        sent = [("output_ids", b"a" * lengths[0]), ("sequence_length", b"b" * lengths[1])]
+        assert responses.read(made(sent).SerializeToString()).contents == tuple(content for _, content in sent)
 
 
 def test_errors_and_junk_are_told() -> None:
