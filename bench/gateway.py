@@ -4,7 +4,7 @@
 
 A real Triton with a tiny random Llama and one adapter, so that tokens come fast; the gateway as a process of its own;
 the client is plain sockets in one event loop. Per number of streams: CPU of the gateway per token (user and system, all
-threads), the same of a process that only reads the streams from Triton, which is what gRPC in Python costs, and tokens
+threads), the same of a process that only reads the streams from Triton, which is what gRPC costs us, and tokens
 a second. The soak opens that many streams at once in waves, half of whose clients leave early, and prints the gateway's
 memory after every wave, its open files, and the leases and cache places that are still taken at the end: none may be.
 """

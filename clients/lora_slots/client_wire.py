@@ -147,7 +147,11 @@ def text_of(response: Any) -> str | None:
 
 def result_of(response: Any) -> dict[str, Any] | None:
     """What an operation answered; None if the response has no answer."""
-    content = _content(response, "op_result")
+    return result_in(_content(response, "op_result"))
+
+
+def result_in(content: bytes | None) -> dict[str, Any] | None:
+    """The answer in an operation's `op_result`; None if there is none."""
     return None if content is None else dict(json.loads(_texts(content)[0]))
 
 

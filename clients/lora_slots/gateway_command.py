@@ -48,6 +48,9 @@ def gateway(
             "--body-timeout", min=0.1, help="Seconds in which a request's headers, then its body, must have arrived."
         ),
     ] = 60.0,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections that each port may have; more are refused with 503.")
+    ] = 900,
     s3_endpoint_url: Annotated[str | None, typer.Option(help="S3 that is not AWS.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON when it serves: URLs, base, adapters, pid.")
@@ -87,6 +90,7 @@ def gateway(
         cors_origins=tuple(cors_origin or ()),
         max_body_bytes=max_body_bytes,
         body_timeout_s=body_timeout_s,
+        max_connections=max_connections,
         s3_endpoint_url=s3_endpoint_url,
     )
     number = uvloop.run(serve(settings, _tell_json if as_json else _tell))

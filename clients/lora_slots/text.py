@@ -206,7 +206,7 @@ class IncrementalDecoder:
         if self._table is None:
             return self._by_decoding_again(ids, final=False)
         known = len(self._table)
-        return self._utf8.decode(b"".join(self._table[number] for number in ids if number < known))
+        return self._utf8.decode(b"".join([self._table[number] for number in ids if number < known]))
 
     def flush(self) -> str:
         """What was held back, broken bytes as U+FFFD; the stream is over."""

@@ -41,9 +41,9 @@ async def counting(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def connected(seconds: float) -> AsyncIterator[Callable[[], Awaitable[Connection]]]:
+async def connected(seconds: float, most: int = 100) -> AsyncIterator[Callable[[], Awaitable[Connection]]]:
     """A server whose headers have so many seconds; gives connections to it."""
-    config = uvicorn.Config(counting, http=protocol(seconds), ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(counting, http=protocol(seconds, most), ws="none", lifespan="off", log_config=None)
     config.load()
     state = ServerState()
     made = cast(Any, config.http_protocol_class)
@@ -66,11 +66,13 @@ async def connected(seconds: float) -> AsyncIterator[Callable[[], Awaitable[Conn
         server.close()
 
 
-def run(test: Callable[[Callable[[], Awaitable[Connection]]], Awaitable[None]], seconds: float = LONG_S) -> None:
+def run(
+    test: Callable[[Callable[[], Awaitable[Connection]]], Awaitable[None]], seconds: float = LONG_S, most: int = 100
+) -> None:
     """One test in an event loop."""
 
     async def all_of_it() -> None:
-        async with connected(seconds) as connect:
+        async with connected(seconds, most) as connect:
             await test(connect)
 
     asyncio.run(all_of_it())
@@ -212,3 +214,30 @@ def test_what_is_sent_on_after_an_answer_has_a_time() -> None:
         assert b"HTTP" not in await reader.read()
 
     run(test, 0.2)
+
+
+def test_a_connection_too_many_is_told_so_and_takes_nobodys_place() -> None:
+    """503 in the envelope if it asks, hung up on if it does not; the others are answered, and a place is free again."""
+
+    async def test(connect: Callable[[], Awaitable[Connection]]) -> None:
+        whole = HEAD + b"content-length: 2\r\n\r\nab"
+        (first, first_writer), (second, second_writer) = [await connect() for _ in range(2)]
+        for reader, writer in ((first, first_writer), (second, second_writer)):
+            writer.write(whole)
+            await reader.readuntil(b"2 bytes, 2 headers")
+        third, writer = await connect()
+        writer.write(whole)
+        told = await third.read()
+        assert b"retry-after: 2" in told
+        assert error(told) == (503, "too_many_connections", "More than 2 connections are open")
+        fourth, _ = await connect()
+        assert await fourth.read() == b""
+        second_writer.write(whole)
+        await second.readuntil(b"2 bytes, 2 headers")
+        first_writer.close()
+        while b"200 OK" not in told:  # the server hears of it in its own time
+            reader, writer = await connect()
+            writer.write(whole)
+            told = await reader.readuntil(b"\r\n")
+
+    run(test, most=2)

@@ -18,25 +18,23 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import structlog
-from grpclib.client import Channel
-from grpclib.config import Configuration
-from grpclib.const import Cardinality
-from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
-from h2.exceptions import H2Error
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from lora_slots.client_wire import (
     ROUTER,
     Message,
     broken_off,
-    is_final,
     no_server,
     operation_request,
-    result_of,
+    result_in,
     server_error,
 )
 from lora_slots.direct import ENGINE, Lease
 from lora_slots.errors import ServerError, UsageError
+from lora_slots.gateway.channel import Channel
+from lora_slots.gateway.grpc_wire import CallError
+from lora_slots.gateway.responses import Response, Responses, StreamError
 
 log = structlog.get_logger("lora_slots.gateway")
 
@@ -59,8 +57,6 @@ INPUTS: Mapping[str, str] = {
     "return_log_probs": "BOOL",
 }
 """Engine inputs of one value, and their Triton type."""
-WINDOWS = Configuration(http2_connection_window_size=2**31 - 1, http2_stream_window_size=2**20)
-"""A client that does not read holds up its own stream, after a megabyte of tokens, and never the whole connection."""
 END_AGAIN_S = (0.25, 0.5, 1, 2, 4, 8, 16)
 """Waits before a lease is given back once more to a server that cannot be reached: nothing is lost by telling twice."""
 CLOSE_S = 5.0
@@ -97,7 +93,7 @@ class Door:
             raise UsageError(f"--url {url}: host:port of Triton's gRPC door expected")
         self.url = url
         self._wire = service_pb2
-        self._channel = Channel(host.strip("[]"), int(port), config=WINDOWS)
+        self._channel = Channel(host.strip("[]"), int(port))
         self._behind: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -127,7 +123,7 @@ class Door:
     async def operate(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Carry out an operation of the slot manager. Raises ServerError."""
         request = operation_request(op, arguments, uuid.uuid4().hex)
-        async with aclosing(self._stream(request, result_of)) as answers:
+        async with aclosing(self._stream(request, _result)) as answers:
             async for answer in answers:
                 if answer is not None:
                     return answer
@@ -205,44 +201,45 @@ class Door:
             message.add(name, kind, array.shape, array.tobytes())
         return self._stream(message.made, partial(read_piece, number))
 
-    async def _stream(self, request: Any, read: Callable[[Any], Answer]) -> AsyncGenerator[Answer, None]:
-        kinds = (self._wire.ModelInferRequest, self._wire.ModelStreamInferResponse)
+    async def _stream(self, request: Any, read: Callable[[Response], Answer]) -> AsyncGenerator[Answer, None]:
+        responses = Responses()
         with self._telling():
-            async with self._channel.request(
-                f"{_SERVICE}/ModelStreamInfer", Cardinality.STREAM_STREAM, *kinds
-            ) as stream:
-                await stream.send_message(request, end=True)
+            call = await self._channel.call(f"{_SERVICE}/ModelStreamInfer", request.SerializeToString())
+            try:
                 final = False
-                while not final:  # leaving early resets the stream, which is a cancel
-                    answer = await stream.recv_message()
-                    if answer is None:
+                while not final:
+                    messages = await call.received()
+                    if not messages:
                         raise broken_off(self.url)
-                    if answer.error_message:
-                        raise server_error(Exception(answer.error_message), self.url)
-                    response = answer.infer_response
-                    if response.raw_output_contents:
-                        yield read(response)
-                    final = is_final(response)
+                    for message in messages:
+                        response = responses.read(message)
+                        if response.contents:
+                            yield read(response)
+                        final = response.is_final
+                while await call.received():  # its status
+                    pass
+            finally:
+                call.cancel()  # leaving early
 
     async def _call(self, method: str, request: Any, *, timeout: float) -> Any:
-        kinds = (type(request), getattr(self._wire, f"{method}Response"))
+        parse = getattr(self._wire, f"{method}Response").FromString
         with self._telling():
-            async with self._channel.request(
-                f"{_SERVICE}/{method}", Cardinality.UNARY_UNARY, *kinds, timeout=timeout
-            ) as stream:
-                await stream.send_message(request, end=True)
-                return await stream.recv_message()
+            return parse(await self._channel.ask(f"{_SERVICE}/{method}", request.SerializeToString(), timeout))
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
         """Turn what gRPC raises into ServerError."""
         try:
             yield
-        except GRPCError as error:
-            raise server_error(Exception(f"[StatusCode.{error.status.name}] {error.message}"), self.url) from None
+        except StreamError as error:
+            raise server_error(error, self.url) from None
+        except CallError as error:
+            raise server_error(Exception(f"[StatusCode.{error.code}] {error}"), self.url) from None
         except TimeoutError:
             raise no_server(self.url, "it does not answer") from None
-        except (StreamTerminatedError, ProtocolError, H2Error, OSError) as error:
+        except (DecodeError, struct.error):
+            raise no_server(self.url, "its answer cannot be read") from None
+        except OSError as error:
             raise no_server(self.url, str(error)) from None
 
     async def _end(self, lease_id: str, tokens: int) -> None:
@@ -257,13 +254,17 @@ class Door:
         log.warning("lease not given back, its deadline ends it", lease=lease_id, why=str(why))
 
 
-def read_piece(number: int, response: Any) -> Piece:
-    """A `ModelInferResponse` of `tensorrt_llm` as a piece: its tensors are little-endian in `raw_output_contents`."""
+def _result(response: Response) -> dict[str, Any] | None:
+    """What an operation answered."""
+    return result_in(dict(zip(response.names, response.contents, strict=False)).get("op_result"))
+
+
+def read_piece(number: int, response: Response) -> Piece:
+    """A response of `tensorrt_llm` as a piece: its tensors are little-endian."""
     sequence, length = 0, None
     tokens: Sequence[int] = ()
     log_probs: Sequence[float] = ()
-    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
-        name = tensor.name
+    for name, raw in zip(response.names, response.contents, strict=False):
         if name == "output_ids":
             tokens = struct.unpack(f"<{len(raw) // 4}i", raw)
         elif name == "sequence_length":

@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol with bounds on what comes before anybody is asked who they are.
 
 The parser keeps every header until the last one is there, and waits for it for ever. Here a request's headers have a
-size and a time; the trailers of a chunked body have a size, and what is sent on after an answer has a time.
+size and a time; the trailers of a chunked body have a size, and what is sent on after an answer has a time. A port has
+a number of connections; who comes beyond it is told so if he asks at once.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from typing import Any
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from lora_slots.gateway.errors import ApiError
+from lora_slots.gateway.answers import Receive, Send, send_error
+from lora_slots.gateway.errors import ApiError, unavailable
 from lora_slots.gateway.record import REQUEST_ID, request_id_of
 
 log = structlog.get_logger("lora_slots.gateway")
 MAX_HEADER_BYTES = 65_536
 _PIECE = 4096
 """Bytes that are parsed before the size is looked at; headers larger by up to so many may pass."""
+MOST_CONNECTIONS = 900
+"""Of a port; with what else the process has open, within the 1,024 files that most systems allow one."""
+_SURPLUS_S = 1.0
+"""In which a connection beyond them must have asked, to be told."""
 _CHUNK_COST = 8
 """Bytes that may frame one byte of a chunked body: a chunk of one has five."""
 
@@ -29,6 +35,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     seconds = 60.0
     """In which headers must be complete."""
+    most = MOST_CONNECTIONS
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -40,6 +47,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there, and has to say something."""
         super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self.seconds = min(self.seconds, _SURPLUS_S)
+            self.app = self._refuse_surplus
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -98,6 +108,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_nothing()
         super().on_message_complete()
 
+    async def _refuse_surplus(self, scope: Any, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the form of ASGI
+        """The application of a connection beyond the most there may be."""
+        error = unavailable(f"More than {self.most} connections are open", "too_many_connections")
+        request_id = request_id_of(None) or ""
+        error.headers |= {"connection": "close", REQUEST_ID: request_id}
+        log.info("refused", request_id=request_id, status=error.status, why=str(error))
+        await send_error(error, send)
+
     def _expect(self) -> None:
         if self._late is None:
             self._late = self.loop.call_later(self.seconds, self._too_late)
@@ -134,6 +152,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def protocol(seconds: float) -> type[asyncio.Protocol]:
-    """The protocol of connections on which headers must be complete within `seconds`."""
-    return type("Protocol", (BoundedProtocol,), {"seconds": seconds})
+def protocol(seconds: float, most: int = MOST_CONNECTIONS) -> type[asyncio.Protocol]:
+    """The protocol of at most so many connections, on which headers must be complete within `seconds`."""
+    return type("Protocol", (BoundedProtocol,), {"seconds": seconds, "most": most})

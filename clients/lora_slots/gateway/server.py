@@ -25,7 +25,7 @@ from lora_slots.gateway.door import Door
 from lora_slots.gateway.edge import check_origins, is_loopback
 from lora_slots.gateway.jobs import EngineFacts
 from lora_slots.gateway.names import reads_as_base
-from lora_slots.gateway.protocol import protocol
+from lora_slots.gateway.protocol import MOST_CONNECTIONS, protocol
 from lora_slots.gateway.routes import public_app
 from lora_slots.gateway.tenants import TenantsSource
 from lora_slots.text import Tokenizer
@@ -58,6 +58,8 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float = 60.0
+    max_connections: int = MOST_CONNECTIONS
+    """Of each port."""
     s3_endpoint_url: str | None = None
     """Of S3 that is not AWS, for a registry or adapters there."""
 
@@ -190,7 +192,7 @@ def _server(app: Any, settings: Settings) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=protocol(settings.body_timeout_s),
+            http=protocol(settings.body_timeout_s, settings.max_connections),
             ws="none",
             lifespan="off",
             access_log=False,
