@@ -107,8 +107,14 @@ class Server:
         """The tokens of a request that must succeed."""
         return self.answer(*args, **more).tokens
 
+    def stop(self, request: Asked) -> None:
+        """Have the engine end a request, and wait until it has: what the request held is free then."""
+        if not request.ended:
+            self.answer([5], 1, request_id=request.request_id, stop=True)
+        assert request.answer().errors == []
+
     def while_busy(self, start: Callable[[], Sequence[Asked]], act: Callable[[], T]) -> T:
-        """What `act` returned while every request of `start` ran; all of them must go on after it, and are then left.
+        """What `act` returned while every request of `start` ran; all of them must go on after it, and are stopped then.
 
         A quick engine, or a slow client, may see one of them end before: then both are done once more.
         """
@@ -120,7 +126,7 @@ class Server:
             in_time = not any(request.ended for request in busy)
             for request in busy:
                 request.goes_on()
-                request.cancel()
+                self.stop(request)
             if in_time:
                 return found
         raise AssertionError("the requests always ended first")
@@ -145,6 +151,7 @@ class Asked:
 
     def __init__(self, address: str, inputs: list[Any], outputs: list[Any] | None, request_id: str) -> None:
         self.heard: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self.request_id = request_id
         self._client = triton.InferenceServerClient(address)
         self.ended = False
         self._client.start_stream(self._hear)

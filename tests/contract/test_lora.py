@@ -273,7 +273,7 @@ def test_too_large_a_put_empties_the_cache(
     if cache.pages_of(large) < 2:
         pytest.skip("the largest adapter takes one page")
     idle, room = new_task(), server.shape.max_seq_len - len(prompt)
-    filling = cache.filled(make_adapter, cache.pages - 1)
+    filling = cache.filled(make_adapter, cache.pages - cache.pages_of(large) + 1)
 
     def busy() -> list[Any]:
         server.tokens(prompt, 1, lora_task_id=idle, **make_adapter(2))

@@ -79,7 +79,7 @@ def test_stop_by_request_id(server: Any, prompt: list[int]) -> None:
     assert len(stopped.tokens) < room - 1
     for other in others:
         other.goes_on()
-        other.cancel()
+        server.stop(other)
 
 
 def test_stop_leaves_others_alone(server: Any, prompt: list[int]) -> None:

@@ -29,6 +29,7 @@ from lora_slots import engine_command, plan_command, repo_command
 from lora_slots.base_model.tiny import make_tiny_llama
 from lora_slots.stack import StackConfig, TritonServer
 from lora_slots.stack.ports import choose_ports
+from trtllm_lora import CacheGeometry, EngineShape
 
 ROOT = Path(__file__).parents[2]
 PROFILE = ROOT / "engines" / "profiles" / "smollm2-135m.yaml"
@@ -204,6 +205,9 @@ def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "exclude_input_in_output=false",
         "lora_cache_gpu_memory_fraction=0.1",
         f"lora_prefetch_dir={folder}/prefetch",
+        # two of the largest adapters fill it: the suite fills it again and again
+        f"lora_cache_host_memory_bytes={16 * CacheGeometry.of(EngineShape.from_engine_config(smollm2)).page_bytes}",
+        "lora_router.num_slots=2",
     )
     words += [word for each in own for word in ("--set", each)]
     run("repo", "render", str(PROFILE), "--engine", str(smollm2), *words)
