@@ -114,7 +114,7 @@ class Server:
         assert request.answer().errors == []
 
     def while_busy(self, start: Callable[[], Sequence[Asked]], act: Callable[[], T]) -> T:
-        """What `act` returned while every request of `start` ran; all of them must go on after it, and are stopped then.
+        """What `act` returned while every request of `start` ran; all must go on after it, and are then stopped.
 
         A quick engine, or a slow client, may see one of them end before: then both are done once more.
         """
