@@ -88,25 +88,34 @@ def export_of(folder: Path) -> Mapping[str, Any]:
 
 def measure(program: str, requests: int, concurrency: int) -> int:
     """Serve, load, print; the exit code."""
+    with tempfile.TemporaryDirectory() as name:
+        ended, by_adapter = load(program, Path(name), requests, concurrency)
+        return told(ended, Path(name) / "aiperf", by_adapter)
+
+
+def load(program: str, home: Path, requests: int, concurrency: int) -> tuple[int, Counter[str]]:
+    """Serve, and let aiperf ask; its exit code, and the answers of each adapter. It writes into `home`/aiperf."""
     base = ensure_base_model()
     engine = ensure_engine(base, cache_folder(None) / "engines", lambda *_: None)
-    with tempfile.TemporaryDirectory() as name:
-        home = Path(name)
-        registry = publish_adapters(examples.adapters(), base, home, lambda *_: None)
-        with running(Prepared(base, engine, registry)) as server, gateway(server.grpc_url, home / "log") as door:
-            words = command(program, door.url, base, home / "aiperf", requests, concurrency)
-            # its own environment: nothing of ours on its path
-            clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            ended = subprocess.run(words, cwd=home, env=clean, stdout=sys.stderr, check=False).returncode
-            by_adapter = answered(door.log)
-        if ended:
-            print(f"aiperf ended with {ended}; its own words are above", file=sys.stderr)
-            return 1
-        try:
-            document = export_of(home / "aiperf")
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 1
+    registry = publish_adapters(examples.adapters(), base, home, lambda *_: None)
+    with running(Prepared(base, engine, registry)) as server, gateway(server.grpc_url, home / "log") as door:
+        words = command(program, door.url, base, home / "aiperf", requests, concurrency)
+        # its own environment: nothing of ours on its path
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        ended = subprocess.run(words, cwd=home, env=clean, stdout=sys.stderr, check=False).returncode
+        return ended, answered(door.log)
+
+
+def told(ended: int, folder: Path, by_adapter: Mapping[str, int]) -> int:
+    """Print what aiperf wrote into `folder`, or how it failed; our exit code."""
+    if ended:
+        print(f"aiperf ended with {ended}; its own words are above", file=sys.stderr)
+        return 1
+    try:
+        document = export_of(folder)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     print(f"aiperf {document.get('aiperf_version', '(no version said)')}, load {os.getloadavg()[0]:.1f}")
     print("\n".join(lines(document)))
     print(f"{'answers of each':<20} {', '.join(f'{name} {by_adapter[name]}' for name in examples.adapters())}")
