@@ -17,6 +17,7 @@ from typing import cast
 from lora_slots.gateway.grpc_wire import CallError, Messages, check_answer, check_end
 from lora_slots.gateway.http2 import Http2
 from lora_slots.gateway.http2_events import Data, Event, Failed, GoingAway, Headers, Reset, Settings
+from lora_slots.gateway.http2_frames import REFUSED_STREAM
 
 _MOST_UNSENT = 2**26
 """Bytes that wait for a peer who takes nothing, before it is given up."""
@@ -26,6 +27,10 @@ _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEE
 
 class Lost(ConnectionError):
     """The connection, or the stream on it, ended before the answer."""
+
+
+class Refused(Lost):
+    """The server has not begun it, and says so: it may be asked again (RFC 9113, 8.7)."""
 
 
 class Call:
@@ -208,7 +213,8 @@ class Connection(asyncio.Protocol):
                     self._forget(stream_id)
             case Reset(stream_id, reason):
                 if (call := self._calls.get(stream_id)) is not None:
-                    call.over(Lost(f"the server reset the stream, HTTP/2 error {reason}"))
+                    lost = Refused if reason == REFUSED_STREAM else Lost
+                    call.over(lost(f"the server reset the stream, HTTP/2 error {reason}"))
                 self._forget(stream_id)
             case Settings():
                 self._greeted = True

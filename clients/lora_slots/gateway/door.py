@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
@@ -31,10 +31,11 @@ from lora_slots.client_wire import (
     server_error,
 )
 from lora_slots.direct import ENGINE, Lease
-from lora_slots.errors import ServerError, UsageError
+from lora_slots.errors import ServerError, Unreachable, UsageError
 from lora_slots.gateway.channel import Channel
+from lora_slots.gateway.connection import Call, Refused
 from lora_slots.gateway.grpc_wire import CallError
-from lora_slots.gateway.responses import Response, Responses, StreamError
+from lora_slots.gateway.responses import Piece, Response, Responses, StreamError, read_piece
 
 log = structlog.get_logger("lora_slots.gateway")
 
@@ -59,6 +60,9 @@ INPUTS: Mapping[str, str] = {
 """Engine inputs of one value, and their Triton type."""
 END_AGAIN_S = (0.25, 0.5, 1, 2, 4, 8, 16)
 """Waits before a lease is given back once more to a server that cannot be reached: nothing is lost by telling twice."""
+NO_REFUSAL = frozenset({"INTERNAL", "UNKNOWN", "CANCELLED"})
+"""Codes of errors that are none of the slot manager's: what it did before them nobody knows."""
+BEGIN_TRIES = 3
 CLOSE_S = 5.0
 _SERVICE = "/inference.GRPCInferenceService"
 
@@ -66,15 +70,8 @@ _SERVICE = "/inference.GRPCInferenceService"
 Answer = TypeVar("Answer")
 
 
-class Piece(NamedTuple):
-    """New tokens of one sequence."""
-
-    prompt: int
-    """As it was given to `generate`."""
-    sequence: int
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
-    """Of `tokens`; empty unless they were asked for."""
+class NotSent(Unreachable):
+    """No server was reached, so none has heard anything."""
 
 
 class Door:
@@ -143,7 +140,11 @@ class Door:
         """
         try:
             answer = await self.operate("lease", adapter=adapter, request_id=lease_id, max_tokens=max_tokens, cold=cold)
-        except ServerError:
+        except NotSent:
+            raise
+        except ServerError as error:
+            if isinstance(error, Unreachable) or error.code in NO_REFUSAL:
+                self.behind(self._end(lease_id, 0))
             raise
         except BaseException:  # given up; but it may have been granted a moment ago
             self.behind(self._end(lease_id, 0))
@@ -204,11 +205,10 @@ class Door:
     async def _stream(self, request: Any, read: Callable[[Response], Answer]) -> AsyncGenerator[Answer, None]:
         responses = Responses()
         with self._telling():
-            call = await self._channel.call(f"{_SERVICE}/ModelStreamInfer", request.SerializeToString())
+            call, messages = await self._begun(f"{_SERVICE}/ModelStreamInfer", request.SerializeToString())
             try:
                 final = False
                 while not final:
-                    messages = await call.received()
                     if not messages:
                         raise broken_off(self.url)
                     for message in messages:
@@ -216,10 +216,32 @@ class Door:
                         if response.contents:
                             yield read(response)
                         final = response.is_final
-                while await call.received():  # its status
-                    pass
+                    messages = await call.received()
+                while messages:  # its status comes after them
+                    messages = await call.received()
             finally:
                 call.cancel()  # leaving early
+
+    async def _begun(self, method: str, request: bytes) -> tuple[Call, list[bytes]]:
+        """A call and the first messages of its answer; one that the server did not begin is made again.
+
+        Raises what `Call.received` does, and NotSent.
+        """
+        for tries_left in reversed(range(BEGIN_TRIES)):
+            try:
+                call = await self._channel.call(method, request)
+            except OSError as error:
+                why = "it does not answer" if isinstance(error, TimeoutError) else str(error)
+                raise NotSent(str(no_server(self.url, why))) from None
+            try:
+                return call, await call.received()
+            except Refused:
+                if not tries_left:
+                    raise
+            except BaseException:
+                call.cancel()
+                raise
+        raise AssertionError("unreachable")
 
     async def _call(self, method: str, request: Any, *, timeout: float) -> Any:
         parse = getattr(self._wire, f"{method}Response").FromString
@@ -257,22 +279,3 @@ class Door:
 def _result(response: Response) -> dict[str, Any] | None:
     """What an operation answered."""
     return result_in(dict(zip(response.names, response.contents, strict=False)).get("op_result"))
-
-
-def read_piece(number: int, response: Response) -> Piece:
-    """A response of `tensorrt_llm` as a piece: its tensors are little-endian."""
-    sequence, length = 0, None
-    tokens: Sequence[int] = ()
-    log_probs: Sequence[float] = ()
-    for name, raw in zip(response.names, response.contents, strict=False):
-        if name == "output_ids":
-            tokens = struct.unpack(f"<{len(raw) // 4}i", raw)
-        elif name == "sequence_length":
-            (length,) = struct.unpack_from("<i", raw)
-        elif name == "output_log_probs":
-            log_probs = struct.unpack(f"<{len(raw) // 4}f", raw)
-        elif name == "sequence_index":
-            (sequence,) = struct.unpack_from("<i", raw)
-    if length is not None and length < len(tokens):
-        tokens = tokens[:length]
-    return Piece(number, sequence, tokens, log_probs[: len(tokens)])

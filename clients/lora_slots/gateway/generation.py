@@ -24,12 +24,13 @@ from lora_slots.client_wire import is_miss
 from lora_slots.direct import Lease
 from lora_slots.errors import ServerError
 from lora_slots.gateway.choice import Choice
-from lora_slots.gateway.door import Door, Piece
+from lora_slots.gateway.door import Door
 from lora_slots.gateway.errors import from_engine, from_lease, invalid
 from lora_slots.gateway.jobs import Job
 from lora_slots.gateway.limits import TenantLimits
 from lora_slots.gateway.names import Target
 from lora_slots.gateway.record import BASE_FOUND_IN, COLD_HEADER, Record
+from lora_slots.gateway.responses import Piece
 from lora_slots.gateway.tenants import Tenant
 from lora_slots.text import Tokenizer
 

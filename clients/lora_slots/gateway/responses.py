@@ -42,6 +42,17 @@ class _Form(NamedTuple):
     names: tuple[str, ...]
 
 
+class Piece(NamedTuple):
+    """New tokens of one sequence."""
+
+    prompt: int
+    """As it was given to `generate`."""
+    sequence: int
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+    """Of `tokens`; empty unless they were asked for."""
+
+
 class StreamError(Exception):
     """The stream's error, in Triton's words."""
 
@@ -69,6 +80,25 @@ class Responses:
         ended = is_final(response)
         self._form = None if ended or not contents else _form_of(message, names, contents)
         return Response(names, contents, ended)
+
+
+def read_piece(number: int, response: Response) -> Piece:
+    """A response of `tensorrt_llm` as a piece: its tensors are little-endian."""
+    sequence, length = 0, None
+    tokens: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+    for name, raw in zip(response.names, response.contents, strict=False):
+        if name == "output_ids":
+            tokens = struct.unpack(f"<{len(raw) // 4}i", raw)
+        elif name == "sequence_length":
+            (length,) = struct.unpack_from("<i", raw)
+        elif name == "output_log_probs":
+            log_probs = struct.unpack(f"<{len(raw) // 4}f", raw)
+        elif name == "sequence_index":
+            (sequence,) = struct.unpack_from("<i", raw)
+    if length is not None and length < len(tokens):
+        tokens = tokens[:length]
+    return Piece(number, sequence, tokens, log_probs[: len(tokens)])
 
 
 def _form_of(message: bytes, names: tuple[str, ...], contents: tuple[bytes, ...]) -> _Form | None:
