@@ -87,7 +87,8 @@ def test_a_plan_without_a_base_fetches_the_revision(tmp_path: Path) -> None:
     profile = load_profile(PROFILES / "llama-3.1-70b-tp4.yaml")
     steps = plan_tensorrt_llm(profile, tmp_path, None, python="python3").steps
     assert [step.name for step in steps] == ["fetch", "checkpoint", "engine"]
-    assert steps[0].argv[:5] == ("hf", "download", profile.model.id, "--revision", profile.model.revision)
+    named = ("hf", "download", profile.model.id, "--revision", profile.model.revision, "--local-dir", "{out}")
+    assert steps[0].argv == (*named, "--exclude", "original/*", "*.pth", "*.gguf", "consolidated*")
     assert steps[1].argv[:3] == ("python3", "-m", "trtllm_lora.pipeline.checkpoint")
     assert steps[1].argv[4] == str(steps[0].folder)
     assert "--tp 4 --pp 1" in " ".join(steps[1].argv)
@@ -273,6 +274,37 @@ def test_a_base_that_is_not_the_profiles_is_refused(tmp_path: Path, base: Path) 
     with pytest.raises(BuildError, match="vocab_size"):
         plan_tensorrt_llm(profile, tmp_path / "cache", base)
     assert "no such file" in base_problems(profile, tmp_path)[0]
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("config", "write"),
+    [
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, ['"rope_theta": 5']),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, ['"rope_theta"', '"rope_scaling": {']),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, ['"rope_scaling": {']),
+        ({"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["publisher"]),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}, "rope_scaling": LLAMA3}, []),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, []),
+    ],
+)
+def test_positions_that_the_image_would_not_read_are_refused(
+    tmp_path: Path, base: Path, config: dict[str, Any], write: list[str]
+) -> None:
+    """`rope_parameters` alone, as transformers 5 writes them, would become theta 10000 in the image, silently."""
+    other = of_architecture(base, tmp_path / "base", "LlamaForCausalLM")
+    told = json.loads((other / "config.json").read_text()) | config
+    (other / "config.json").write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+    problems = base_problems(tiny_profile(tmp_path / "p.yaml"), other)
+    assert len(problems) == bool(write)
+    assert all(f"{other}/config.json: has rope_parameters" in problem for problem in problems)
+    assert all(word in problem for problem in problems for word in write)
+    command = [sys.executable, "-m", "trtllm_lora.pipeline.checkpoint", "--model-dir", str(other), "--output-dir"]
+    done = subprocess.run([*command, str(tmp_path / "out"), "--dtype", "float16"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert ("has rope_parameters" in done.stderr) is bool(write)
 
 
 class Shared:
