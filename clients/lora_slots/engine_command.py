@@ -165,15 +165,17 @@ def _plan(profile: EngineProfile, file: Path, cache: Path, base: Path | None, *,
     if profile.runtime == "tensorrt_llm":
         # what is printed is for the image, where this interpreter is not
         return plan_tensorrt_llm(profile, cache, base, python="python3" if dry_run else sys.executable)
-    from lora_slots.base_model import ensure_base_model
-    from lora_slots.base_model.ensure import BASE_MODEL
-    from lora_slots.reference_build import plan_reference
+    from lora_slots.base_model import BASE_MODEL, base_model_folder, ensure_base_model
+    from lora_slots.base_model.store import looks_whole
+    from lora_slots.reference_build import plan_reference, plan_unmade
     from lora_slots.refusals import Refused
 
     if base is None and profile.model.id != BASE_MODEL:
         raise Refused(f"{file}: the embedded stack brings {BASE_MODEL}; for {profile.model.id} give --base DIR")
-    if base is None and dry_run:
-        typer.echo("the base model is made first, if it is not in the cache", err=True)
+    made = base_model_folder()
+    if base is None and dry_run and not looks_whole(made):
+        typer.echo(f"the base model is not there yet: the build makes it first, in {made}", err=True)
+        return plan_unmade(profile, file, cache, made)
     return plan_reference(profile, file, cache, base or ensure_base_model())
 
 
