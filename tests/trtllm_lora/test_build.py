@@ -302,7 +302,9 @@ def test_positions_that_the_image_would_not_read_are_refused(
     assert all(f"{other}/config.json: has rope_parameters" in problem for problem in problems)
     assert all(word in problem for problem in problems for word in write)
     command = [sys.executable, "-m", "trtllm_lora.pipeline.checkpoint", "--model-dir", str(other), "--output-dir"]
-    done = subprocess.run([*command, str(tmp_path / "out"), "--dtype", "float16"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, str(tmp_path / "out"), "--dtype", "float16"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert ("has rope_parameters" in done.stderr) is bool(write)
 
