@@ -13,7 +13,8 @@ from typing import Any
 
 from lora_slots import repo_adapters, repo_engine, repo_ensemble, repo_models
 from lora_slots.repo_files import OPEN_DIM, WIRE, Finding, ModelFiles, Repository, read_repository
-from lora_slots.repository import template_folder
+from lora_slots.repo_parameters import is_share, is_whole, value_problem
+from lora_slots.repository import CACHE_PARAMETERS, template_folder
 from trtllm_lora import CacheGeometry, ContractError
 
 _KEPT_AS_TEXT = ("gpt_model_path", "tokenizer_dir", "gpt_model_type", "lora_prefetch_dir")
@@ -21,7 +22,6 @@ _SHARES = {"kv_cache_free_gpu_mem_fraction": 0.9, "lora_cache_gpu_memory_fractio
 """Shares of the memory, which the plan sizes, and what is in force without them."""
 _OURS = re.compile(r"from (adapter_slots|reference_engine|lora_slots)\b")
 """Models of this project, which carry bfloat16 (the router by binds, the reference engine by DLPack)."""
-_WHOLE = re.compile(r"\s*[0-9]{1,18}\s*")
 _CORE = ("input_ids", "input_lengths", "request_output_len", "output_ids", "sequence_length")
 """Tensors without which no request can be made, or no answer read."""
 _RENAMED = {"min_length": "min_tokens", "random_seed": "seed"}
@@ -160,13 +160,6 @@ def _weights_type(repository: Repository) -> Iterator[Finding]:
             yield Finding(model.file, model.line("lora_weights"), "lora-numpy", what, fix)
 
 
-def _is_share(text: str) -> bool:
-    try:
-        return 0 < float(text) < 1
-    except ValueError:
-        return False
-
-
 def _cache(repository: Repository) -> Iterator[Finding]:
     """B#559, B#560, T#1562: cache sizes with which an engine does not start, or holds fewer adapters than believed."""
     model, engine = repository.tensorrt_llm, repository.engine
@@ -177,7 +170,7 @@ def _cache(repository: Repository) -> Iterator[Finding]:
         yield Finding(model.file, 1, "cache-fraction", what, "set it; `lora-slots plan` says to what", warning=True)
     for key in _SHARES:
         text = model.parameter(key)
-        if text is not None and not _is_share(text):
+        if text is not None and not is_share(text):
             what = f"{key} is {text[:40]!r}, no share of the memory"
             yield Finding(model.file, model.line(key), "cache-number", what, "write a number above 0 and below 1")
     if engine is None or not engine.lora_enabled:
@@ -189,10 +182,10 @@ def _cache(repository: Repository) -> Iterator[Finding]:
         ("lora_cache_host_memory_bytes", 2**30),
     ):
         text = model.parameter(key)
-        if text is not None and not _WHOLE.fullmatch(text):
+        if text is not None and not is_whole(text):
             what = f"{key} is {text[:40]!r}, no number: the default {default} is used"
             yield Finding(model.file, model.line(key), "cache-number", what, "write a whole number")
-        sizes[key] = int(text) if text and _WHOLE.fullmatch(text) else default
+        sizes[key] = int(text) if text and is_whole(text) else default
     optimal, largest, host = sizes.values()
     if largest < engine.max_lora_rank:
         what = f"lora_cache_max_adapter_size {largest} is below the engine's max_lora_rank {engine.max_lora_rank}"
@@ -227,6 +220,12 @@ def _serving(repository: Repository) -> Iterator[Finding]:
         what = "not decoupled: streaming is refused" + (f", and {streams} streams" if streams else "")
         fix = "write decoupled: true"
         yield Finding(model.file, model.line_of("decoupled"), "not-decoupled", what, fix, warning=not streams)
+    told_elsewhere = ("gpt_model_type", *_SHARES, *CACHE_PARAMETERS)
+    for key in (key for key in model.config.parameters if key not in told_elsewhere):
+        text = model.parameter(key)
+        problem = value_problem(key, text) if text is not None else None
+        if problem:
+            yield Finding(model.file, model.line(key), "parameter-value", *problem)
     for group in model.config.instance_group:
         if group.count > 1:
             what = f"{group.count} instances: each has a LoRA cache of its own, and an adapter is in one of them only"

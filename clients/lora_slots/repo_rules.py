@@ -64,6 +64,7 @@ RULES: dict[str, str] = {
     # serving
     "batching-v1": "`gpt_model_type` V1, which does not feed LoRA tensors (B#511)",
     "batching-type": "a `gpt_model_type` that the backend does not know",
+    "parameter-value": "another parameter with a value that the backend cannot use (`decoding_mode: zzz`)",
     "no-batch": "`tensorrt_llm` with `max_batch_size` 0: its tensors have no batch dimension",
     "not-decoupled": "(warned of; an error beside a model that streams) `tensorrt_llm` not decoupled: no streaming",
     "instances": "several instances of `tensorrt_llm`: each has a LoRA cache of its own, an adapter is in one of them",

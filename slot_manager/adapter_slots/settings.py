@@ -5,7 +5,7 @@ Every wrong or unknown value is named at once. Seconds unless the name says othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -19,7 +19,11 @@ FIRST_TOKEN_S = 30.0
 
 
 class SettingsError(ValueError):
-    """The parameters of `lora_router` cannot be used; the message lists every reason."""
+    """The parameters of `lora_router` cannot be used; the message lists every reason, `problems` one by one."""
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,13 @@ class Settings(Timing):
             for name, allowed in choices.items()
             if values.get(name, allowed[0]) not in allowed
         ]
+        problems += [
+            f"{name}: at least {least} is expected, found {given[name]!r}"
+            for name, value in values.items()
+            if not isinstance(value, str) and not value >= (least := _least(name, known[name]))  # NaN is refused too
+        ]
         if problems:
-            raise SettingsError("lora_router parameters: " + "; ".join(problems))
+            raise SettingsError("lora_router parameters: " + "; ".join(problems), problems)
         return cls(**values)  # type: ignore[arg-type]
 
     def shape(self) -> EngineShape:
@@ -131,3 +140,10 @@ class Settings(Timing):
             )
         except (ContractError, ValueError) as error:
             raise SettingsError(f"lora_router: {error}") from None
+
+
+def _least(name: str, kind: str) -> float:
+    """The smallest value of a number: something, where nothing could be done with none."""
+    if name == "tick_s":
+        return 0.001
+    return 1 if kind.startswith("int") and name != "low_watermark" else 0

@@ -641,6 +641,9 @@ CASES = [
         "true",
         warning=True,
     ),
+    wrong("parameter-value", parameter("tensorrt_llm", "decoding_mode", "topk"), "'topk' is none of", "write top_k"),
+    wrong("parameter-value", parameter("tensorrt_llm", "enable_kv_cache_reuse", "on"), "is 'on'", "true or false"),
+    wrong("parameter-value", parameter("tensorrt_llm", "max_beam_width", "0"), "is '0'", "at least 1"),
     wrong("instances", count_of("tensorrt_llm", 2), "2 instances", "count: 1"),
     wrong("router-instances", count_of("lora_router", 2), "two slot managers", "count: 1", "lora_router"),
     wrong(

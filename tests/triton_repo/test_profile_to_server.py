@@ -128,6 +128,53 @@ def test_what_cannot_be_meant_is_refused_at_once(made: Made, tmp_path: Path) -> 
     assert not (tmp_path / "models").exists()
 
 
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("gpt_model_type=V1", "does not feed LoRA tensors"),
+        ("lora_cache_host_memory_bytes=abc", "is 'abc', which the backend cannot use; write a whole number"),
+        ("lora_cache_host_memory_bytes=1000", "the engine would not start"),
+        ("decoding_mode=zzz", "'zzz' is none of top_k_top_p"),
+        ("kv_cache_free_gpu_mem_fraction=1.5", "write a number above 0 and below 1"),
+        ("lora_router.num_slots=abc", "lora_router: num_slots: a number is expected, found 'abc'"),
+        ("lora_router.disk_bytes=-4", "lora_router: disk_bytes: at least 1 is expected, found '-4'"),
+        ("lora_router.policy=mru", "lora_router: policy: 'mru' is none of"),
+        ("lora_router.lora_cache_optimal_adapter_size=16", "the slot manager miscounts"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(made: Made, tmp_path: Path, word: str, says: str) -> None:
+    """With 2, in a line, and what stood there before still stands there alone."""
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    run(*words)
+    before = (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert says in run(*words, "--set", word, code=2).stderr
+    assert (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+
+
+def test_one_command_line_tells_all_that_is_wrong_with_it(made: Made, tmp_path: Path) -> None:
+    """Engine, door, tokenizer, form, fleet, parameters and place: a line for each; a broken profile hides no option."""
+    (tmp_path / "mine.txt").write_text("keep")
+    own = ("foo", "bar=1", "lora_cache_host_memory_bytes=${x}", "decoding_mode=zzz", "lora_router.num_slots=abc")
+    options = ("--backend", "foo", "--grpc", "bad", "--tokenizer", "/nope", "--fleet", "3x", "-o", str(tmp_path))
+    sets = tuple(word for each in own for word in ("--set", each))
+    words = ("--engine", str(made.engine), *options, *sets)
+    told = run("repo", "render", str(PROFILE), *words, code=2).stderr.splitlines()
+    starts = (
+        *("--grpc bad:", "--tokenizer /nope:", "--backend foo:", "--set foo:", "tensorrt_llm has no parameter bar;"),
+        *("tensorrt_llm: lora_cache_host_memory_bytes", "tensorrt_llm: decoding_mode", "lora_router: num_slots:"),
+        *("'3x' is not", f"{tmp_path}: has mine.txt"),
+    )
+    told_of_options = [line for line in told if "/config.json:" not in line]
+    assert [line.startswith(start) for line, start in zip(told_of_options, starts, strict=True)] == [True] * len(starts)
+    assert any("hidden_size: 64, not 576" in line for line in told)
+    bad = tmp_path / "x.yaml"
+    bad.write_text("name: x")
+    told = run("repo", "render", str(bad), *words, code=2).stderr.splitlines()
+    assert any(line.startswith(f"{bad}:1: ") for line in told)
+    assert sum(line.startswith(start) for line in told for start in starts) == len(starts) - 2  # tokenizer and fleet
+
+
 def test_the_profiles_tokenizer_is_used(made: Made, tmp_path: Path) -> None:
     """`model.tokenizer` is relative to the profile, and goes before the engine's own; one that is not there is told."""
     file = tmp_path / "mine.yaml"
