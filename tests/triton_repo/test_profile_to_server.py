@@ -175,6 +175,18 @@ def test_one_command_line_tells_all_that_is_wrong_with_it(made: Made, tmp_path: 
     assert sum(line.startswith(start) for line in told for start in starts) == len(starts) - 2  # tokenizer and fleet
 
 
+def test_a_profile_without_a_gpu_says_where_it_is_wanted(made: Made, tmp_path: Path) -> None:
+    """The caches' plan starts from the GPU's memory: file, line, and what to write."""
+    file = tmp_path / "mine.yaml"
+    data = yaml.safe_load(made.profile.read_text())
+    del data["serving"]["gpu_memory"]
+    file.write_text(yaml.safe_dump(data))
+    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if text.startswith("serving:"))
+    told = run("repo", "render", str(file), "--engine", str(made.engine), "-o", str(tmp_path / "m"), code=2).stderr
+    assert f"{file}:{line}: serving.gpu_memory is missing" in told
+    assert "write gpu_memory: 80GiB" in told
+
+
 def test_the_profiles_tokenizer_is_used(made: Made, tmp_path: Path) -> None:
     """`model.tokenizer` is relative to the profile, and goes before the engine's own; one that is not there is told."""
     file = tmp_path / "mine.yaml"
