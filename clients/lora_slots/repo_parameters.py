@@ -115,7 +115,7 @@ def _problems(model: str, parameters: Mapping[str, str]) -> list[str]:
             wrong.append(f"{model} has no parameter {key}; {_instead(near, known)}")
         elif "${" in value:
             wrong.append(f"{model}: {key} is {value!r}, a placeholder; write its value")
-        else:
+        elif value.strip():  # else it is not given, and has its default
             named[key] = value
     if model == "lora_router":
         return wrong + _router_problems(named)

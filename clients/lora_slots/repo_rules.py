@@ -15,7 +15,8 @@ RULES: dict[str, str] = {
     "no-version": "no version folder: Triton finds nothing to load",
     "no-model-py": "a model of the python backend without a model.py",
     "backend": "a model without a backend, or with one that it cannot have, or a misspelt one",
-    "parameter-missing": "a parameter without which a model does not start (`gpt_model_path`, `tokenizer_dir`, …)",
+    "parameter-missing": "a parameter without which a model does not start (`gpt_model_path`, `tokenizer_dir`, …); "
+    "warned of where `lora_router` has it empty, and gets it from the environment",
     "no-ensemble": "no ensemble (and no `tensorrt_llm_bls`); warned of where there are no text steps either",
     # tensors of tensorrt_llm, against those of the 1.2 line
     "no-tensorrt-llm": "no model tensorrt_llm, for which ensemble and clients look",

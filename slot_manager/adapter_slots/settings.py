@@ -5,6 +5,7 @@ Every wrong or unknown value is named at once. Seconds unless the name says othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -101,9 +102,9 @@ class Settings(Timing):
             if values.get(name, allowed[0]) not in allowed
         ]
         problems += [
-            f"{name}: at least {least} is expected, found {given[name]!r}"
+            f"{name}: {what} is expected, found {given[name]!r}"
             for name, value in values.items()
-            if not isinstance(value, str) and not value >= (least := _least(name, known[name]))  # NaN is refused too
+            if not isinstance(value, str) and (what := _unusable(name, value, known[name]))
         ]
         if problems:
             raise SettingsError("lora_router parameters: " + "; ".join(problems), problems)
@@ -142,8 +143,10 @@ class Settings(Timing):
             raise SettingsError(f"lora_router: {error}") from None
 
 
-def _least(name: str, kind: str) -> float:
-    """The smallest value of a number: something, where nothing could be done with none."""
-    if name == "tick_s":
-        return 0.001
-    return 1 if kind.startswith("int") and name != "low_watermark" else 0
+def _unusable(name: str, value: int | float, kind: str) -> str:
+    """What is expected instead of a number with which nothing could be done; "" if it is good."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    least: float = 1 if kind.startswith("int") and name != "low_watermark" else 0
+    least = 0.001 if name == "tick_s" else least
+    return f"at least {least:g}" if value < least else ""

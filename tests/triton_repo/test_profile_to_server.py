@@ -317,6 +317,7 @@ def test_parameters_by_hand(made: Made, tmp_path: Path) -> None:
     assert (values["idle_s"], values["registry"]) == ("7", "s3://models/adapters.yaml")
     assert values["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert engine.parameters["max_beam_width"].string_value == "1"
+    run(*words, "--set", "lora_router.registry=", "--set", "lora_router.num_slots=")  # as docs/migration.md has it
 
 
 STUB = '''
