@@ -17,6 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from trtllm_lora.shape import read_json
 NOTE_FILE = "merged.lora-slots.json"
 _CARRIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 """Endings of a base's files that go with it: configs, tokenizer, code of its own."""
+_OFF: tuple[object, ...] = (None, False, 0, "", "none", [], {})
 Say = Callable[[str], object]
 
 
@@ -77,7 +79,8 @@ def _loaded(base: Path, torch: Any, transformers: Any) -> Any:
 def _merged(model: Any, base: Path, adapter: Path, peft: Any, say: Say) -> Any:
     with _told(f"{adapter}: PEFT does not merge it into {base}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # told below, as a refusal
-        warnings.filterwarnings("error", "Unexpected keyword arguments")  # fields that this PEFT would drop
+        warnings.filterwarnings("ignore", "Unexpected keyword arguments")  # fields that are off, see _all_read
+        _all_read(adapter, peft)
         wrapped = peft.PeftModel.from_pretrained(model, str(adapter))
         loaded = wrapped.load_adapter(str(adapter), wrapped.active_adapter)
         _all_loaded(adapter, loaded)
@@ -92,6 +95,22 @@ def _merged(model: Any, base: Path, adapter: Path, peft: Any, say: Say) -> Any:
         say(f"warning: {adapter}: {len(same)} of {len(before)} weights are as they were, such as {_some(same)}")
     _still_tied(merged, adapter, base)
     return merged
+
+
+def _all_read(adapter: Path, peft: Any) -> None:
+    """PEFT drops fields that it does not know with a warning; those that are off do no harm."""
+    config = read_json(adapter / "adapter_config.json")
+    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING.get(config.get("peft_type"))
+    if kind is None:
+        names = ", ".join(peft.PEFT_TYPE_TO_CONFIG_MAPPING)
+        raise Refused(f"{adapter}: peft_type is {config.get('peft_type')!r:.80}; this PEFT has {names}")
+    known = {field.name for field in fields(kind)}
+    dropped = [name for name, value in config.items() if name not in known and value not in _OFF]
+    if dropped:
+        raise Refused(
+            f"{adapter}: {kind.__name__} of PEFT {peft.__version__} has no {', '.join(dropped)}, "
+            "which are on: take the PEFT that saved it, or correct peft_type"
+        )
 
 
 def _all_loaded(adapter: Path, loaded: Any) -> None:

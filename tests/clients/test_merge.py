@@ -120,7 +120,8 @@ def nothing_trained(tensors: dict[str, Any]) -> dict[str, Any]:
         (renamed("base_model.model.", ""), {}, "tensors have no place in the model.*begin with base_model.model."),
         (renamed("layers.1.", "layers.7."), {}, "layer 7.*#layer-range"),
         (nothing_trained, {}, "changes no weight"),
-        (None, {"peft_type": "IA3", "feedforward_modules": ["down_proj"]}, "for class IA3Config, these are ignored"),
+        (None, {"peft_type": "IA3", "feedforward_modules": ["down_proj"]}, r"IA3Config of .* has no .*lora_alpha"),
+        (None, {"peft_type": "MAGIC"}, "peft_type is 'MAGIC'"),
         (None, {"r": "x"}, "#field-type"),
         (None, {"target_modules": ["q_proj"]}, "down_proj.*a module that the config targets"),
         (None, {"target_modules": ["q_proj", "k_proj", "down_proj"]}, "no tensors for 4 places.*k_proj"),
@@ -178,14 +179,22 @@ def test_the_bases_own_files_stay_as_they_are(base: Path, adapter: Path, tmp_pat
 
 
 @pytest.mark.oracle
+def test_a_field_of_a_later_peft_that_is_off_does_no_harm(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """As in a conversion; one that is on is refused by the converter's rule."""
+    later = changed(adapter, tmp_path / "later", use_something_new=False, new_config=None)
+    assert merge_adapter(base, later, tmp_path / "merged").is_dir()
+    with pytest.raises(Refused, match="#unknown-field"):
+        merge_adapter(base, changed(adapter, tmp_path / "on", use_something_new=True), tmp_path / "more")
+
+
+@pytest.mark.oracle
 def test_an_adapter_of_a_base_with_another_name_is_told(base: Path, adapter: Path, tmp_path: Path) -> None:
     """On stderr, and the merge goes on; of the base that it was trained on nothing is said."""
-    for name, told in (("meta-llama/Llama-3.1-8B", True), (f"someone/{base.name}", False), (str(base), False)):
-        mine, out = (
-            changed(adapter, tmp_path / f"a{told}{len(name)}", base_model_name_or_path=name),
-            tmp_path / name[:3],
-        )
-        done = CliRunner().invoke(application(), ["merge", str(mine), "--base", str(base), "-o", str(out / "x")])
+    names = (("meta-llama/Llama-3.1-8B", True), (f"someone/{base.name}", False), (str(base), False))
+    for number, (name, told) in enumerate(names):
+        mine = changed(adapter, tmp_path / f"adapter{number}", base_model_name_or_path=name)
+        out = tmp_path / f"merged{number}"
+        done = CliRunner().invoke(application(), ["merge", str(mine), "--base", str(base), "-o", str(out)])
         assert done.exit_code == 0, done.output
         assert ("was trained on 'meta-llama/Llama-3.1-8B'" in done.stderr) is told
 
