@@ -108,28 +108,42 @@ def build(
 @engine.command()
 def verify(
     folder: Annotated[Path, typer.Argument(help="Engine directory.")],
-    profile: Profile,
+    profile: Annotated[
+        Path | None, typer.Argument(help="Engine profile (YAML); default: the one in the directory's manifest.")
+    ] = None,
     files: Annotated[bool, typer.Option("--files", help="Also hash every file against the manifest.")] = False,
     as_json: Json = False,
 ) -> None:
     """Compare a built engine with its profile, by its config.json alone. Exit code 2 if they differ.
 
-    Example: lora-slots engine verify /engines/llama engines/profiles/llama-3.1-8b.yaml
+    Examples:
+
+        lora-slots engine verify /engines/llama engines/profiles/llama-3.1-8b.yaml
+
+        lora-slots engine verify /engines/llama
     """
-    from lora_slots.refusals import Refused, refusing
-    from trtllm_lora.pipeline.manifest import check_manifest
+    from lora_slots.refusals import Gathered, Refused, refusing
+    from trtllm_lora import EngineShape
+    from trtllm_lora.pipeline.manifest import MANIFEST_FILE, check_manifest, manifest_profile
     from trtllm_lora.profile import load_profile
     from trtllm_lora.verify import tell, verify_engine
 
     with refusing():
-        problems = tell(verify_engine(folder, load_profile(profile)), folder, profile)
+        gathered = Gathered()
+        gathered.of(lambda: EngineShape.from_engine_config(folder))
+        loaded = gathered.of(lambda: load_profile(profile) if profile else manifest_profile(folder))
+        gathered.tell()
+        if loaded is None:
+            return  # told above
+        source, under = (profile, "") if profile else (folder / MANIFEST_FILE, "profile")
+        problems = tell(verify_engine(folder, loaded), folder, source, under=under)
         problems += [f"{folder}: {problem}; build it anew" for problem in (check_manifest(folder) if files else [])]
         if as_json:
-            typer.echo(json.dumps({"engine": str(folder), "profile": str(profile), "problems": problems}, indent=1))
+            typer.echo(json.dumps({"engine": str(folder), "profile": str(source), "problems": problems}, indent=1))
         if problems:
             raise Refused("\n".join(problems))
         if not as_json:
-            typer.echo(f"{folder} is what {profile} says")
+            typer.echo(f"{folder} is what {source} says")
 
 
 @engine.command()
@@ -138,14 +152,20 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Engine directory.")],
     as_json: Json = False,
 ) -> None:
-    """Compare two engines key by key, and say whether adapters of the first serve on the second.
+    """Compare two engines key by key, and say which adapters of the first do not serve on the second, and why.
 
     Example: lora-slots engine diff /engines/old /engines/new
     """
-    from lora_slots.refusals import refusing
-    from trtllm_lora.verify import adapters_carry_over, diff_engines
+    from lora_slots.refusals import Gathered, refusing
+    from trtllm_lora import EngineShape
+    from trtllm_lora.carry_over import adapters_carry_over
+    from trtllm_lora.verify import diff_engines
 
     with refusing():
+        gathered = Gathered()
+        for folder in (first, second):
+            gathered.of(lambda folder=folder: EngineShape.from_engine_config(folder))  # type: ignore[misc]
+        gathered.tell()
         differences, reasons = diff_engines(first, second), adapters_carry_over(first, second)
         if as_json:
             rows = [{"key": each.key, "first": each.wanted, "second": each.found} for each in differences]
@@ -154,7 +174,7 @@ def diff(
         for each in differences:
             typer.echo(f"{each.key}: {json.dumps(each.wanted)} -> {json.dumps(each.found)}")
         for reason in reasons:
-            typer.echo(f"adapters: {reason}")
+            typer.echo(f"adapters that do not carry over, {reason}")
         if not reasons:
             typer.echo("adapters converted for the first serve on the second")
 
@@ -165,15 +185,17 @@ def _plan(profile: EngineProfile, file: Path, cache: Path, base: Path | None, *,
     if profile.runtime == "tensorrt_llm":
         # what is printed is for the image, where this interpreter is not
         return plan_tensorrt_llm(profile, cache, base, python="python3" if dry_run else sys.executable)
-    from lora_slots.base_model import ensure_base_model
-    from lora_slots.base_model.ensure import BASE_MODEL
-    from lora_slots.reference_build import plan_reference
+    from lora_slots.base_model import BASE_MODEL, base_model_folder, ensure_base_model
+    from lora_slots.base_model.store import looks_whole
+    from lora_slots.reference_build import plan_reference, plan_unmade
     from lora_slots.refusals import Refused
 
     if base is None and profile.model.id != BASE_MODEL:
         raise Refused(f"{file}: the embedded stack brings {BASE_MODEL}; for {profile.model.id} give --base DIR")
-    if base is None and dry_run:
-        typer.echo("the base model is made first, if it is not in the cache", err=True)
+    made = base_model_folder()
+    if base is None and dry_run and not looks_whole(made):
+        typer.echo(f"the base model is not there yet: the build makes it first, in {made}", err=True)
+        return plan_unmade(profile, file, cache, made)
     return plan_reference(profile, file, cache, base or ensure_base_model())
 
 

@@ -37,7 +37,7 @@ def merge(
     from lora_slots.refusals import refusing
 
     with refusing():
-        made = merge_adapter(base, adapter, out, dtype=dtype)
+        made = merge_adapter(base, adapter, out, dtype=dtype, say=lambda text: typer.echo(text, err=True))
     about = {"path": str(made), "base": str(base), "adapter": str(adapter)}
     typer.echo(json.dumps(about, indent=1) if as_json else str(made))
 

@@ -165,12 +165,9 @@ def _parameter(name: str, text: str) -> Any:
     """A parameter's value, by the rules of Settings. Raises ValueError."""
     needed = {"engine_dir": "-", "registry": "-", "engine_url": "-"}
     try:
-        value = getattr(Settings.parse({**needed, name: text}), name)
+        return getattr(Settings.parse({**needed, name: text}), name)
     except SettingsError as error:
         raise ValueError(str(error).partition(f"{name}: ")[2]) from None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a finite number is expected")
-    return value
 
 
 _EXTRA: Mapping[str, Callable[[str], Any]] = {

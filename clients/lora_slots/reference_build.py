@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trtllm_lora import ContractError
 from trtllm_lora.pipeline import BuildError, BuildPlan, base_problems, fingerprint
-from trtllm_lora.pipeline.steps import MEMO_FILE, make_step
+from trtllm_lora.pipeline.steps import MEMO_FILE, Step, make_step
 from trtllm_lora.profile import EngineProfile, load_profile
 
 
@@ -25,8 +25,6 @@ def plan_reference(profile: EngineProfile, file: Path, cache: Path, base: Path) 
     problems = base_problems(profile, base)
     if problems:
         raise BuildError("\n".join(problems))
-    words = {"--profile": file.absolute(), "--base": base.absolute(), "--out": "{out}"}
-    argv = (sys.executable, "-m", "lora_slots.reference_build", *(str(w) for pair in words.items() for w in pair))
     facts = {
         "base": fingerprint(base, cache / MEMO_FILE),
         "base_path": str(base.resolve()),  # the engine links to it
@@ -34,7 +32,18 @@ def plan_reference(profile: EngineProfile, file: Path, cache: Path, base: Path) 
         "engine": profile.engine.model_dump(mode="json"),
         "lora": profile.lora.model_dump(mode="json"),
     }
-    return BuildPlan(profile, (make_step(cache, "engine", argv, facts),), None)
+    return BuildPlan(profile, (make_step(cache, "engine", _command(file, base), facts),), None)
+
+
+def plan_unmade(profile: EngineProfile, file: Path, cache: Path, base: Path) -> BuildPlan:
+    """The same step of a base that is not there yet, to be looked at: its key hangs on the base's bytes."""
+    return BuildPlan(profile, (Step("engine", _command(file, base), {}, "", cache / "engine-KEY"),), None)
+
+
+def _command(file: Path, base: Path) -> tuple[str, ...]:
+    words = {"--profile": file.absolute(), "--base": base.absolute(), "--out": "{out}"}
+    program = (sys.executable, "-m", "lora_slots.reference_build")
+    return (*program, *(str(word) for pair in words.items() for word in pair))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

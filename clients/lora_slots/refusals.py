@@ -30,7 +30,7 @@ class Gathered:
         try:
             return made()
         except ContractError as error:
-            self._lines.append(str(error))
+            self._lines += [line for line in str(error).splitlines() if line not in self._lines]
             return None
 
     def tell(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_slots.repo_files import Finding, Repository
+from lora_slots.repo_files import OPEN_DIM, Finding, Repository
 from trtllm_lora import MAX_TASK_ID
 from trtllm_lora.arrays import load_array
 from trtllm_lora.bundle import CONFIG_FILE, WEIGHTS_FILE
@@ -24,7 +24,7 @@ def _columns(repository: Repository) -> Iterator[Finding]:
     declared = {}
     for model in repository.on_the_path():
         tensor = model.tensor("lora_config")
-        if tensor is not None and list(tensor.dims)[:1] == [-1]:
+        if tensor is not None and list(tensor.dims)[:1] == [-1] and tensor.dims[-1] != OPEN_DIM:
             declared[model.name] = tensor.dims[-1]
     if len(set(declared.values())) > 1:
         for name, columns in declared.items():

@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lora_slots import repo_adapters, repo_ensemble, repo_models
-from lora_slots.repo_files import Finding, ModelFiles, Repository, read_repository
-from lora_slots.repository import template_folder
+from lora_slots import repo_adapters, repo_engine, repo_ensemble, repo_models
+from lora_slots.repo_files import OPEN_DIM, WIRE, Finding, ModelFiles, Repository, read_repository
+from lora_slots.repo_parameters import is_share, is_whole, value_problem
+from lora_slots.repository import CACHE_PARAMETERS, template_folder
 from trtllm_lora import CacheGeometry, ContractError
-from trtllm_lora.releases import version_problem
 
-WIRE = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
 _KEPT_AS_TEXT = ("gpt_model_path", "tokenizer_dir", "gpt_model_type", "lora_prefetch_dir")
 _SHARES = {"kv_cache_free_gpu_mem_fraction": 0.9, "lora_cache_gpu_memory_fraction": 0.02}
 """Shares of the memory, which the plan sizes, and what is in force without them."""
 _OURS = re.compile(r"from (adapter_slots|reference_engine|lora_slots)\b")
 """Models of this project, which carry bfloat16 (the router by binds, the reference engine by DLPack)."""
-_WHOLE = re.compile(r"\s*[0-9]{1,18}\s*")
+_CORE = ("input_ids", "input_lengths", "request_output_len", "output_ids", "sequence_length")
+"""Tensors without which no request can be made, or no answer read."""
 _RENAMED = {"min_length": "min_tokens", "random_seed": "seed"}
 Check = Callable[[Repository], Iterator[Finding]]
 
@@ -36,7 +36,7 @@ def check_repository(root: Path, engine: Path | None = None, bundles: Path | Non
     """
     repository = read_repository(root, engine, bundles)
     found = list(repository.findings)
-    for check in (*CHECKS, *repo_models.CHECKS, *repo_adapters.CHECKS, *repo_ensemble.CHECKS):
+    for check in (*CHECKS, *repo_engine.CHECKS, *repo_models.CHECKS, *repo_adapters.CHECKS, *repo_ensemble.CHECKS):
         found += check(repository)
     return sorted(set(found), key=lambda each: (each.file, each.line, each.rule))
 
@@ -106,19 +106,22 @@ def _tensors(repository: Repository) -> Iterator[Finding]:
             found = have.get(tensor.name)
             lora = tensor.name.startswith("lora_")
             if found is None:
-                what = f"{kind} {tensor.name} is missing" + (": LoRA requests are refused by Triton" if lora else "")
-                fix = f"add {tensor.name} {_type_name(tensor.data_type)} {list(tensor.dims)}"
-                yield Finding(model.file, 1, "tensor-missing", what, fix, not lora)
+                core = tensor.name in _CORE
+                means = ": LoRA requests are refused by Triton" if lora else ": no request is answered" if core else ""
+                what = f"{kind} {tensor.name} is missing{means}"
+                fix = f"add {tensor.name} {repository.wire_type(tensor)} {list(tensor.dims)}"
+                yield Finding(model.file, 1, "tensor-missing", what, fix, not lora and not core)
             else:
                 yield from _tensor(model, kind, found, tensor)
 
 
 def _tensor(model: ModelFiles, kind: str, found: Any, stock: Any) -> Iterator[Finding]:
     variable = stock.name == "lora_weights" or stock.name.endswith(("logits", "features", "table"))
+    variable = variable or model.is_open(found)
     if found.data_type != stock.data_type and not variable:
         what = f"{kind} {stock.name} is {_type_name(found.data_type)}"
         yield Finding(model.file, model.line(stock.name), "tensor-type", what, f"write {_type_name(stock.data_type)}")
-    columns = stock.name == "lora_config" and list(found.dims) == [-1, 4]
+    columns = (stock.name == "lora_config" and list(found.dims) == [-1, 4]) or OPEN_DIM in found.dims
     if list(found.dims) != list(stock.dims) and not columns:
         what = f"{kind} {stock.name} has dims {list(found.dims)}"
         yield Finding(model.file, model.line(stock.name), "tensor-dims", what, f"write {list(stock.dims)}")
@@ -141,10 +144,11 @@ def _weights_type(repository: Repository) -> Iterator[Finding]:
     for model in repository.on_the_path():
         tensor = model.tensor("lora_weights")
         if tensor is None:
-            yield Finding(model.file, 1, "lora-pair", "lora_config without lora_weights", "add lora_weights")
+            fix = f"add lora_weights {WIRE[engine.dtype] if engine else 'in the dtype of the engine'} [-1, -1]"
+            yield Finding(model.file, 1, "lora-pair", "lora_config without lora_weights", fix)
             continue
         found = _type_name(tensor.data_type)
-        if engine is not None and found != WIRE[engine.dtype]:
+        if engine is not None and found != WIRE[engine.dtype] and not model.is_open(tensor):
             what = (
                 f"lora_weights is {found}, the engine's dtype is {engine.dtype}: no adapter can be sent (B#671, T#2434)"
             )
@@ -154,36 +158,6 @@ def _weights_type(repository: Repository) -> Iterator[Finding]:
             what = "bfloat16 adapters cannot pass this model.py, which copies tensors through numpy (B#671)"
             fix = "send them to tensorrt_llm directly, or serve the C++ backend through an ensemble"
             yield Finding(model.file, model.line("lora_weights"), "lora-numpy", what, fix)
-
-
-def _engine(repository: Repository) -> Iterator[Finding]:
-    model, engine = repository.tensorrt_llm, repository.engine
-    if model is None or engine is None:
-        return
-    line = model.line("gpt_model_path")
-    old = version_problem(engine.version)
-    if old:
-        yield Finding(
-            model.file,
-            line,
-            "engine-version",
-            f"the engine was built by TensorRT-LLM {engine.version}: {old[0]}",
-            old[1],
-        )
-    if not engine.lora_enabled:
-        what = "the engine was built without LoRA: requests with a task id are answered by the base, without an error"
-        yield Finding(model.file, line, "engine-no-lora", what, "build it with --lora_plugin and --lora_target_modules")
-    if model.config.max_batch_size > engine.max_batch_size:
-        what = f"max_batch_size {model.config.max_batch_size}, the engine was built for {engine.max_batch_size}"
-        fix = f"write {engine.max_batch_size}"
-        yield Finding(model.file, model.line_of("max_batch_size"), "batch-size", what, fix, warning=True)
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 < float(text) < 1
-    except ValueError:
-        return False
 
 
 def _cache(repository: Repository) -> Iterator[Finding]:
@@ -196,7 +170,7 @@ def _cache(repository: Repository) -> Iterator[Finding]:
         yield Finding(model.file, 1, "cache-fraction", what, "set it; `lora-slots plan` says to what", warning=True)
     for key in _SHARES:
         text = model.parameter(key)
-        if text is not None and not _is_share(text):
+        if text is not None and not is_share(text):
             what = f"{key} is {text[:40]!r}, no share of the memory"
             yield Finding(model.file, model.line(key), "cache-number", what, "write a number above 0 and below 1")
     if engine is None or not engine.lora_enabled:
@@ -208,10 +182,10 @@ def _cache(repository: Repository) -> Iterator[Finding]:
         ("lora_cache_host_memory_bytes", 2**30),
     ):
         text = model.parameter(key)
-        if text is not None and not _WHOLE.fullmatch(text):
+        if text is not None and not is_whole(text):
             what = f"{key} is {text[:40]!r}, no number: the default {default} is used"
             yield Finding(model.file, model.line(key), "cache-number", what, "write a whole number")
-        sizes[key] = int(text) if text and _WHOLE.fullmatch(text) else default
+        sizes[key] = int(text) if text and is_whole(text) else default
     optimal, largest, host = sizes.values()
     if largest < engine.max_lora_rank:
         what = f"lora_cache_max_adapter_size {largest} is below the engine's max_lora_rank {engine.max_lora_rank}"
@@ -242,10 +216,16 @@ def _serving(repository: Repository) -> Iterator[Finding]:
         what = "gpt_model_type V1 does not feed LoRA tensors (B#511)"
         yield Finding(model.file, model.line("gpt_model_type"), "batching-v1", what, "write inflight_fused_batching")
     if not model.config.model_transaction_policy.decoupled:
-        what = "not decoupled: streaming is refused"
-        yield Finding(
-            model.file, model.line_of("decoupled"), "not-decoupled", what, "write decoupled: true", warning=True
-        )
+        streams = _streams(repository)
+        what = "not decoupled: streaming is refused" + (f", and {streams} streams" if streams else "")
+        fix = "write decoupled: true"
+        yield Finding(model.file, model.line_of("decoupled"), "not-decoupled", what, fix, warning=not streams)
+    told_elsewhere = ("gpt_model_type", *_SHARES, *CACHE_PARAMETERS)
+    for key in (key for key in model.config.parameters if key not in told_elsewhere):
+        text = model.parameter(key)
+        problem = value_problem(key, text) if text is not None else None
+        if problem:
+            yield Finding(model.file, model.line(key), "parameter-value", *problem)
     for group in model.config.instance_group:
         if group.count > 1:
             what = f"{group.count} instances: each has a LoRA cache of its own, and an adapter is in one of them only"
@@ -256,4 +236,10 @@ def _serving(repository: Repository) -> Iterator[Finding]:
         yield Finding(router.file, router.line_of("count"), "router-instances", what, "write count: 1")
 
 
-CHECKS: tuple[Check, ...] = (_placeholders, _files, _tensors, _weights_type, _engine, _cache, _serving)
+def _streams(repository: Repository) -> str:
+    """A model beside the engine's that is there for streams, if there is one; else ""."""
+    others = (model for name, model in repository.models.items() if name != "tensorrt_llm")
+    return next((model.name for model in others if model.config.model_transaction_policy.decoupled), "")
+
+
+CHECKS: tuple[Check, ...] = (_placeholders, _files, _tensors, _weights_type, _cache, _serving)

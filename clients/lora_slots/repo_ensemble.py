@@ -38,7 +38,7 @@ def _step(repository: Repository, model: ModelFiles, step: Any, types: dict[str,
         elif source not in types:
             what = f"{source}, wanted by {step.model_name}, is given by no earlier step and no input"
             yield Finding(model.file, line, "step-source", what, "correct the input_map")
-        elif types[source][0] != tensor.data_type:
+        elif types[source][0] != tensor.data_type and not repository.is_open(types[source][0], tensor.data_type):
             what = (
                 f"{name} of {step.model_name} and {types[source][1]} have different types: Triton refuses the ensemble"
             )

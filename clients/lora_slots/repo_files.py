@@ -15,12 +15,17 @@ from typing import Any
 from lora_slots.refusals import Refused
 from trtllm_lora import ContractError, EngineShape
 
+WIRE = {"float32": "TYPE_FP32", "float16": "TYPE_FP16", "bfloat16": "TYPE_BF16"}
+OPEN_DIM = -404
+"""Stands for a dimension that was not filled; no rule looks at it."""
 _STAND_INS = (
-    (re.compile(r"^logits"), "TYPE_FP32"),
-    (re.compile(r"data_?type"), "TYPE_FP16"),
     (re.compile(r"decoupled|mode$"), "true"),
     (re.compile(r"delay|queue"), "0"),
 )
+_PLACES = ((re.compile(r"\bdata_type\s*:\s*$"), "TYPE_INVALID"), (re.compile(r"\bdims\s*:\s*\[[^\]]*$"), str(OPEN_DIM)))
+"""What stands before a placeholder in its line -> its stand-in, whatever its name is."""
+_OPEN_TYPE = re.compile(r"\bdata_type\s*:\s*\$\{")
+_NAMED = re.compile(r'\bname\s*:\s*"(\w+)"')
 _BARE = re.compile(r"\$\{(\w+)\}")
 _STRINGS = re.compile(r'("(?:[^"\\]|\\.)*")')
 
@@ -83,6 +88,10 @@ class ModelFiles:
         value = str(self.config.parameters[key].string_value)
         return value if value and not value.startswith("${") else None
 
+    def is_open(self, tensor: Any) -> bool:
+        """Whether a tensor's type is a placeholder: nothing can be said of it but that."""
+        return tensor.data_type == 0 and _OPEN_TYPE.search(self.text) is not None
+
     @property
     def is_python(self) -> bool:
         """Whether it runs in Triton's Python backend."""
@@ -111,6 +120,18 @@ class Repository:
         """The model with the engine."""
         return self.models.get("tensorrt_llm")
 
+    def is_open(self, *types: int) -> bool:
+        """Whether one of the types may be a placeholder's: nothing can be said of it."""
+        return 0 in types and any(_OPEN_TYPE.search(model.text) for model in self.models.values())
+
+    def wire_type(self, tensor: Any) -> str:
+        """The type that a tensor of the stock configuration has here; that of adapters is the engine's dtype."""
+        from tritonclient.grpc import model_config_pb2
+
+        if tensor.name != "lora_weights":
+            return str(model_config_pb2.DataType.Name(tensor.data_type))
+        return WIRE[self.engine.dtype] if self.engine else "of the engine's dtype (TYPE_FP16, TYPE_BF16 or TYPE_FP32)"
+
     def on_the_path(self) -> Iterator[ModelFiles]:
         """Models that carry LoRA tensors."""
         for model in self.models.values():
@@ -128,13 +149,17 @@ def read_repository(root: Path, engine: Path | None = None, bundles: Path | None
     if not folders:
         raise Refused(f"{root}: no model repository here (no */config.pbtxt)")
     repository = Repository(root, bundles=bundles)
-    for folder in folders:
-        _read_model(folder, repository)
+    open_places = [place for folder in folders for place in _read_model(folder, repository)]
     _find_engine(repository, engine)
+    for place in open_places:  # what to write for it is the engine's to say
+        what = f"${{{place.name}}} is not filled, and Triton cannot parse the file"
+        fix = _instead(place, repository)
+        repository.findings.append(Finding(place.file, place.line, "placeholder", what, fix))
     return repository
 
 
-def _read_model(folder: Path, repository: Repository) -> None:
+def _read_model(folder: Path, repository: Repository) -> list[_Open]:
+    """Read one model into the repository; returns the placeholders in its text."""
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 
@@ -144,8 +169,8 @@ def _read_model(folder: Path, repository: Repository) -> None:
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
         repository.findings.append(Finding(str(file), 1, "not-a-config", what, "make it a file that can be read"))
-        return
-    filled = _fill_bare(text, str(file), repository.findings)
+        return []
+    filled, open_places = _fill_bare(text, str(file))
     config = model_config_pb2.ModelConfig()
     try:
         text_format.Parse(filled, config)
@@ -154,32 +179,66 @@ def _read_model(folder: Path, repository: Repository) -> None:
         what = str(error).split(" : ", 1)[-1]
         fix = "correct it: Triton cannot load the model"
         repository.findings.append(Finding(str(file), line, "not-a-config", f"not a model configuration: {what}", fix))
-        return
-    repository.models[folder.name] = ModelFiles(folder.name, folder, text, config)
+    else:
+        repository.models[folder.name] = ModelFiles(folder.name, folder, text, config)
+    return open_places
 
 
-def _fill_bare(text: str, file: str, findings: list[Finding]) -> str:
-    """The text with a stand-in for each `${…}` that is not inside a string; each is a finding."""
-    lines = []
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A placeholder outside of strings."""
+
+    file: str
+    line: int
+    name: str
+    tensor: str
+    """The tensor, or whatever was named last before it."""
+    stand_in: str
+
+
+def _fill_bare(text: str, file: str) -> tuple[str, list[_Open]]:
+    """The text with a stand-in for each `${…}` that is not inside a string, and these places."""
+    lines, places, named = [], list[_Open](), ""
     for number, line in enumerate(text.splitlines(), 1):
+        named = next(iter(_NAMED.findall(line.partition("#")[0])), named)
         parts = _STRINGS.split(line)
-        for i in range(0, len(parts), 2):  # strings stand at the odd places
-            for name in _BARE.findall(parts[i].partition("#")[0]):
-                what = f"${{{name}}} is not filled, and Triton cannot parse the file"
-                findings.append(Finding(file, number, "placeholder", what, f"fill it, such as with {_stand_in(name)}"))
-            parts[i] = _BARE.sub(lambda found: _stand_in(found[1]), parts[i])
+        before = ""
+        for i, part in enumerate(parts):
+            if i % 2 == 0:  # strings stand at the odd places
+                code, hash_, rest = part.partition("#")
+                while found := _BARE.search(code):
+                    value = _stand_in(found[1], before + code[: found.start()])
+                    places.append(_Open(file, number, found[1], named, value))
+                    code = code[: found.start()] + value + code[found.end() :]
+                parts[i] = code + hash_ + rest
+            before += parts[i]
         lines.append("".join(parts))
-    return "\n".join(lines)
+    return "\n".join(lines), places
 
 
-def _stand_in(name: str) -> str:
-    return next((value for pattern, value in _STAND_INS if pattern.search(name)), "1")
+def _stand_in(name: str, before: str) -> str:
+    of_place = next((value for pattern, value in _PLACES if pattern.search(before)), None)
+    return of_place or next((value for pattern, value in _STAND_INS if pattern.search(name)), "1")
+
+
+def _instead(place: _Open, repository: Repository) -> str:
+    """What to write for a placeholder."""
+    if place.stand_in == str(OPEN_DIM):
+        return "fill it with the dimension, as the stock configuration has it"
+    if place.stand_in != "TYPE_INVALID":
+        return f"fill it, such as with {place.stand_in}"
+    if place.tensor == "lora_weights":
+        dtype = repository.engine.dtype if repository.engine else None
+        return f"write {WIRE[dtype]}, the engine's dtype" if dtype else "write the engine's dtype, such as TYPE_BF16"
+    return f"fill it, such as with {'TYPE_FP32' if 'logits' in place.tensor + place.name else 'TYPE_FP16'}"
 
 
 def _find_engine(repository: Repository, given: Path | None) -> None:
     model = repository.tensorrt_llm
     named = model.parameter("gpt_model_path") if model else None
     folder = given or (Path(named) if named else None)
+    if given is None and model is not None and not (folder and folder.exists()):
+        folder = next(iter(sorted(file.parent for file in model.folder.glob("[0-9]*/config.json"))), folder)
     if folder is None:
         return
     try:

@@ -58,7 +58,12 @@ def _parameters(repository: Repository) -> Iterator[Finding]:
         for key in keys if model is not None else ():
             if model is not None and not _text(model, key):
                 what = f"{key} is missing, without which {name} does not start"
-                yield Finding(model.file, model.line(key), "parameter-missing", what, f"add the parameter {key}")
+                fix = f"add the parameter {key}"
+                emptied = name == "lora_router" and key in model.config.parameters  # on purpose: see migration.md
+                if emptied:
+                    what = f"{key} is empty: it has to come from the environment (LORA_SLOTS_{key.upper()})"
+                    fix = "write it, unless the server's environment says it"
+                yield Finding(model.file, model.line(key), "parameter-missing", what, fix, warning=emptied)
     model = repository.tensorrt_llm
     kind = model.parameter("gpt_model_type") if model else None
     if model is not None and kind is not None and kind not in _BATCHING:

@@ -15,12 +15,14 @@ RULES: dict[str, str] = {
     "no-version": "no version folder: Triton finds nothing to load",
     "no-model-py": "a model of the python backend without a model.py",
     "backend": "a model without a backend, or with one that it cannot have, or a misspelt one",
-    "parameter-missing": "a parameter without which a model does not start (`gpt_model_path`, `tokenizer_dir`, …)",
+    "parameter-missing": "a parameter without which a model does not start (`gpt_model_path`, `tokenizer_dir`, …); "
+    "warned of where `lora_router` has it empty, and gets it from the environment",
     "no-ensemble": "no ensemble (and no `tensorrt_llm_bls`); warned of where there are no text steps either",
     # tensors of tensorrt_llm, against those of the 1.2 line
     "no-tensorrt-llm": "no model tensorrt_llm, for which ensemble and clients look",
     "renamed-tensor": "an input by the name it had before 1.x (`min_length`, `random_seed`)",
-    "tensor-missing": "a tensor of the backend that the config lacks (warned of; an error for `lora_…`)",
+    "tensor-missing": "a tensor of the backend that the config lacks (warned of; an error for `lora_…`, "
+    "and for ids, lengths and what is answered)",
     "tensor-type": "a tensor of another type",
     "tensor-dims": "a tensor of other dims",
     "task-id-reshape": "`lora_task_id` without its reshape: the backend gets [1] and extracts no scalar",
@@ -51,6 +53,9 @@ RULES: dict[str, str] = {
     "engine-unread": "(warned of) an engine that cannot be read from here: what depends on it goes unchecked",
     "engine-version": "an engine of a version that has no engine backend, or other input names",
     "engine-no-lora": "an engine built without LoRA: adapters are answered by the base, in silence",
+    "engine-plugin": "an engine whose `lora_plugin` has another type than its dtype: adapters are not applied (B#791)",
+    "engine-quantisation": "an engine under SmoothQuant or row-wise FP8, which run no LoRA (T#2603, T#2604)",
+    "engine-dense": "an engine with LoRA on `attn_dense` where heads × head_size ≠ hidden_size: rows are cut wrong",
     "batch-size": "(warned of) a `max_batch_size` above the engine's",
     "cache-fraction": "(warned of) no `lora_cache_gpu_memory_fraction`: 0.02 is in force, although the log says 0.05",
     "cache-number": "a cache parameter that is no number (its default is in force), or a share not between 0 and 1",
@@ -60,8 +65,9 @@ RULES: dict[str, str] = {
     # serving
     "batching-v1": "`gpt_model_type` V1, which does not feed LoRA tensors (B#511)",
     "batching-type": "a `gpt_model_type` that the backend does not know",
+    "parameter-value": "another parameter with a value that the backend cannot use (`decoding_mode: zzz`)",
     "no-batch": "`tensorrt_llm` with `max_batch_size` 0: its tensors have no batch dimension",
-    "not-decoupled": "(warned of) `tensorrt_llm` not decoupled: no streaming",
+    "not-decoupled": "(warned of; an error beside a model that streams) `tensorrt_llm` not decoupled: no streaming",
     "instances": "several instances of `tensorrt_llm`: each has a LoRA cache of its own, an adapter is in one of them",
     "router-instances": "several instances of `lora_router`: two slot managers for one engine",
     # the ensemble

@@ -31,7 +31,7 @@ WORKER = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
 """Where the NGC image has the C++ backend's worker."""
 _WEIGHTS = ("lora_weights", "lora_config")
 _LOGITS = ("draft_logits", "context_logits", "generation_logits")
-_CACHE_PARAMETERS = (
+CACHE_PARAMETERS = (
     "lora_cache_host_memory_bytes",
     "lora_cache_optimal_adapter_size",
     "lora_cache_max_adapter_size",
@@ -102,6 +102,11 @@ def template_folder() -> Path:
     return packed if packed.is_dir() else Path(__file__).parents[2] / "triton_repo"
 
 
+def template_parameters(model: str) -> list[str]:
+    """Names of a model's parameters, in order."""
+    return sorted(_parse(template_folder() / model / "config.pbtxt").parameters)
+
+
 def _parse(file: Path) -> Any:
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
@@ -152,7 +157,7 @@ def _to_cpp_backend(model: Any, max_batch_size: int) -> None:
 
 
 def _fill(models: Mapping[str, Any], config: RepositoryConfig) -> None:
-    cache = {key: config.engine[key] for key in _CACHE_PARAMETERS if key in config.engine}
+    cache = {key: config.engine[key] for key in CACHE_PARAMETERS if key in config.engine}
     text = {"tokenizer_dir": str(config.tokenizer_dir)}
     steps = {
         name: text | {key: value for key, value in config.text.items() if key in models[name].parameters}

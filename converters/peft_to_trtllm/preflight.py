@@ -18,8 +18,6 @@ from peft_to_trtllm.report import Findings, Report
 from peft_to_trtllm.rows import Plan, Row
 from trtllm_lora import MODULES, EngineShape
 
-_NO_LORA_QUANT = ("SQ", "W8A8_SQ", "SMOOTH", "FP8_ROWWISE", "FP8_PER_CHANNEL")
-
 _ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -141,7 +139,7 @@ def _check_whole_engine(shape: EngineShape, dtype: str, source: str, report: Rep
             f"{dtype} asked for, the engine's type is {shape.dtype} (from {source})",
             f"--dtype {shape.dtype}",
         )
-    if shape.lora_plugin not in (None, "auto", shape.dtype):
+    if shape.plugin_differs:
         report.warnings.add(
             "engine-dtype",
             source,
@@ -149,8 +147,7 @@ def _check_whole_engine(shape: EngineShape, dtype: str, source: str, report: Rep
             "such a pair was seen to answer with the base, silently",
             f"an engine built with --lora_plugin {shape.dtype}",
         )
-    quant = (shape.quant_algo or "").upper()
-    if any(word in quant for word in _NO_LORA_QUANT):
+    if shape.quantised_without_lora:
         problems.add(
             "engine-quantisation",
             source,
@@ -183,7 +180,7 @@ def _check_row(row: Row, shape: EngineShape, source: str, problems: Findings) ->
             f"layer {row.layer}, the engine has {shape.num_layers} ({source})",
             "an engine of this adapter's base",
         )
-    if row.module == "attn_dense" and shape.num_heads * shape.head_size != shape.hidden_size:
+    if row.module == "attn_dense" and not shape.dense_is_square:
         problems.add(
             "attn-dense",
             row.path,

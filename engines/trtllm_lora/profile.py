@@ -1,14 +1,12 @@
 """The engine profile: everything that decides what one compiled engine is, in one YAML file.
 
-Rules of the file stand in `profile_rules.py`; both find every problem at once, with file and line. `schema()` is the
-JSON schema for editors, published as engines/profiles/profile.schema.json.
+Rules of the file stand in `profile_rules.py`, what is said of one field in `profile_fields.py`; every problem is found
+at once, with file and line. `schema()` is the JSON schema for editors, kept in engines/profiles/profile.schema.json.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from trtllm_lora.errors import ContractError
 from trtllm_lora.geometry import DEFAULT_HOST_BYTES, DEFAULT_OPTIMAL_RANK, CacheGeometry
 from trtllm_lora.shape import EngineShape
-from trtllm_lora.yaml_lines import Document, Problem, Where, read_yaml
+from trtllm_lora.yaml_lines import Problem, read_yaml
 
 SCHEMA = 1
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -46,7 +44,7 @@ class ProfileError(ContractError):
 def parse_bytes(value: object) -> object:
     """`4GiB`, `512 MiB` or a number of bytes; anything else is left for pydantic to refuse."""
     if not isinstance(value, str):
-        return value
+        return _as_number(value)
     found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,6})?)\s*([KMGT]i?B|B)?", value.strip())
     if not found or (found[2] or "") not in _UNITS:
         raise ValueError(f"{value[:40]!r} is not a size: write 4GiB, 512MiB or a number of bytes")
@@ -59,9 +57,15 @@ def _as_text(value: object) -> object:
     return value
 
 
+def _as_number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number: write one")
+    return value
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(gt=0)]
-Positive = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_as_number)]
+Fraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_as_number)]
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 
@@ -88,7 +92,7 @@ class Model(_Section):
     max_positions: Annotated[Positive, Field(description="`max_position_embeddings`")]
     tied_embeddings: bool = False
     attention_bias: Annotated[bool, Field(description="q, k and v have a bias (Qwen2)")] = False
-    num_experts: Annotated[int, Field(ge=0)] = 0
+    num_experts: Annotated[int, Field(ge=0), BeforeValidator(_as_number)] = 0
 
 
 class Engine(_Section):
@@ -97,7 +101,9 @@ class Engine(_Section):
     tensorrt_llm: Annotated[str, BeforeValidator(_as_text), Field(description="version that builds and serves it")] = (
         "1.2.1"
     )
-    container: Annotated[str | None, Field(description="tritonserver:<yy.mm>-trtllm-python-py3, on NGC")] = None
+    container: Annotated[
+        str | None, Field(description="tritonserver:<yy.mm>-trtllm-python-py3 of NGC, without a registry")
+    ] = None
     dtype: Dtype = "float16"
     quantization: Literal[
         "none", "fp8", "int8_weight_only", "int4_weight_only", "int4_awq", "fp8_rowwise", "smoothquant"
@@ -108,7 +114,9 @@ class Engine(_Section):
     pipeline_parallel: Positive = 1
     max_batch_size: Positive = 64
     max_input_len: Annotated[Positive | None, Field(description="default: max_seq_len - 1")] = None
-    max_seq_len: Annotated[int, Field(ge=2, description="prompt and answer together")] = 4096
+    max_seq_len: Annotated[int, Field(ge=2, description="prompt and answer together"), BeforeValidator(_as_number)] = (
+        4096
+    )
     max_num_tokens: Annotated[Positive, Field(description="tokens of one step, over all requests")] = 8192
 
 
@@ -145,7 +153,7 @@ class Text(_Section):
 class EngineProfile(_Section):
     """One engine, from base model to cache sizes. Made by `load_profile`, which also checks the rules."""
 
-    schema_version: Annotated[Literal[1], Field(alias="schema")]
+    schema_version: Annotated[Literal[1], BeforeValidator(_as_number), Field(alias="schema")]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")]
     runtime: Annotated[
         Literal["tensorrt_llm", "reference"],
@@ -219,6 +227,7 @@ def load_profile(path: Path) -> EngineProfile:
 
 def check_profile(path: Path) -> tuple[EngineProfile | None, list[Problem]]:
     """A profile and everything that is to be said of it, in the order of lines; None if it cannot be used."""
+    from trtllm_lora.profile_fields import field_problem
     from trtllm_lora.profile_rules import rule_problems
 
     document = read_yaml(path)
@@ -228,7 +237,7 @@ def check_profile(path: Path) -> tuple[EngineProfile | None, list[Problem]]:
     try:
         profile = EngineProfile.model_validate(document.data)
     except ValidationError as error:
-        problems += [_field_problem(document, details) for details in error.errors()]
+        problems += [field_problem(document, details) for details in error.errors()]
     wrong = {problem.where for problem in problems}
     problems += rule_problems(document, _good_values(document.data, wrong, path.parent))
     problems.sort(key=lambda problem: problem.line)
@@ -258,41 +267,3 @@ def _good_values(data: Any, wrong: set[str], folder: Path) -> dict[str, Any]:
             elif not field.is_required():
                 values[place] = field.get_default(call_default_factory=True)
     return values
-
-
-def _field_problem(document: Document, details: Any) -> Problem:
-    where: Where = tuple(details["loc"])
-    kind, found = details["type"], details["input"]
-    if kind == "missing":
-        return document.problem(where, "is missing")
-    if kind == "extra_forbidden":
-        return document.problem(where, "no such key", _instead(where))
-    if kind == "string_type" and found is not None and not isinstance(found, dict | list):
-        return document.problem(
-            where, f"{str(found)[:40]} was read as {type(found).__name__}, not as text", "write it in quotes"
-        )
-    what = details["msg"].removeprefix("Value error, ")
-    if kind == "string_pattern_mismatch":
-        what = "lower-case letters, digits, dots and hyphens are expected, 63 at most"
-    return document.problem(where, what if kind == "value_error" else f"{_lower(what)}, found {found!r}")
-
-
-def _instead(where: Where) -> str:
-    """What may be meant by a key that is not known: the same of another section, or one nearly named so."""
-    key = str(where[-1])
-    for section, cls in SECTIONS.items():
-        for name in cls.model_fields:
-            if section != where[0] and key in (name, f"{section}_{name}"):
-                return f"write {name} under {section}:"
-    near = difflib.get_close_matches(key, list(_known(where[:-1])), n=1, cutoff=0.7)
-    return f"write {near[0]}" if near else f"known are {', '.join(_known(where[:-1]))}"
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _known(where: Where) -> Iterator[str]:
-    cls = SECTIONS.get(str(where[0])) if where else EngineProfile
-    for name, field in (cls.model_fields if cls else {}).items():
-        yield field.alias or name

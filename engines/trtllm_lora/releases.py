@@ -29,7 +29,8 @@ IMAGES: dict[str, str] = {
 
 FIRST_IMAGE_WITHOUT_ENGINES = (26, 8)
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(\.\d{1,4})?((\.?(a|b|rc|post|dev))\d{1,9}){0,3}(\+[A-Za-z0-9.]{1,40})?")
-_IMAGE = re.compile(r"(?:.*tritonserver:)?(\d\d)\.(\d\d)-trtllm-python-py3$")
+_IMAGE = re.compile(r"tritonserver:(\d\d)\.(\d\d)-trtllm-python-py3")
+_WITH_REGISTRY = re.compile(r".*/(tritonserver:\d\d\.\d\d-trtllm-python-py3)")
 
 
 def version_problem(version: str) -> tuple[str, str] | None:
@@ -64,8 +65,10 @@ def container_problem(container: str, version: str) -> tuple[str, str] | None:
 
     Of a version that is itself wrong, or that no image carries, nothing is said here (`no_image_problem`).
     """
-    tag = _IMAGE.match(container)
+    tag = _IMAGE.fullmatch(container)
     instead = f"write {image_of(version)}"
+    if named := _WITH_REGISTRY.fullmatch(container):
+        return f"{container!r:.200} has a registry in front, where each place has its own", f"write {named[1]}"
     if not tag:
         return f"{container!r} is not an image tritonserver:<yy.mm>-trtllm-python-py3", instead
     if (int(tag[1]), int(tag[2])) >= FIRST_IMAGE_WITHOUT_ENGINES:
@@ -89,6 +92,6 @@ def no_image_problem(version: str, container: str) -> tuple[str, str] | None:
     """(what is wrong, what to write) about a version of the right line that no NGC image carries."""
     if version_problem(version) or version in IMAGES.values():
         return None
-    tag = _IMAGE.match(container)
+    tag = _IMAGE.fullmatch(container)
     has = IMAGES.get(f"{tag[1]}.{tag[2]}" if tag else "", next(iter(IMAGES.values())))
     return f"no NGC image that this program knows carries TensorRT-LLM {version}", f"write {has}"

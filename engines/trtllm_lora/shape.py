@@ -17,6 +17,7 @@ from trtllm_lora.request_rules import RequestLimits
 
 DTYPES = ("float32", "float16", "bfloat16")
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_NO_LORA_QUANT = ("SQ", "SMOOTH", "FP8_ROWWISE", "FP8_PER_CHANNEL")
 ENGINE_VERSION = "1.2.1"
 """Last TensorRT-LLM release line with compiled engines (NGC 26.04-26.07)."""
 
@@ -80,6 +81,21 @@ class EngineShape:
     def lora_enabled(self) -> bool:
         """Whether the runtime builds a LoRA cache at all (gptJsonConfig.cpp: plugin, modules and rank > 0)."""
         return self.lora_plugin is not None and bool(self.lora_modules) and self.max_lora_rank > 0
+
+    @property
+    def plugin_differs(self) -> bool:
+        """Whether lora_plugin has another type than the engine: adapters are then not applied (B#791)."""
+        return self.lora_plugin not in (None, "auto", self.dtype)
+
+    @property
+    def quantised_without_lora(self) -> bool:
+        """Whether its quantisation runs no LoRA: SmoothQuant and row-wise FP8 (#2603, #2604)."""
+        return any(word in (self.quant_algo or "").upper() for word in _NO_LORA_QUANT)
+
+    @property
+    def dense_is_square(self) -> bool:
+        """Whether heads x head_size is the hidden size, as the runtime takes it to be for attn_dense."""
+        return self.num_heads * self.head_size == self.hidden_size
 
     @property
     def request_limits(self) -> RequestLimits:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_lora.modules import dims
 from trtllm_lora.profile import KV_ALGOS, EngineProfile
 from trtllm_lora.shape import EngineShape, read_json
 from trtllm_lora.yaml_lines import read_yaml
@@ -92,17 +91,22 @@ def verify_engine(engine: Path, profile: EngineProfile) -> list[Difference]:
     return found
 
 
-def tell(differences: Iterable[Difference], engine: Path, profile: Path) -> list[str]:
-    """Differences as lines for a person: where the engine says it, where the profile does, and what helps."""
+def tell(differences: Iterable[Difference], engine: Path, profile: Path, *, under: str = "") -> list[str]:
+    """Differences as lines for a person: where the engine says it, where the profile does, and what helps.
+
+    `under` is the key of `profile` below which the profile stands, such as that of a manifest.
+    """
     file = engine / "config.json" if engine.is_dir() else engine
     text, document = file.read_text(encoding="utf-8"), read_yaml(profile)
+    instead = "build the engine anew" + ("" if under else f" (`lora-slots engine build {profile}`)")
     lines = []
     for each in differences:
-        place = f", {profile}:{document.line(tuple(each.place.split('.')))} ({each.place})" if each.place else ""
-        instead = f"build the engine anew (`lora-slots engine build {profile}`)"
-        lines.append(
-            f"{file}:{_line(text, each.key)}: {each}{place}; {instead}{', or write there what it is' * bool(place)}"
-        )
+        place, tail = "", ""
+        if each.place:
+            where = (*([under] if under else []), *each.place.split("."))
+            place = f", {profile}:{document.line(where)} ({each.place})"
+            tail = "" if under else ", or write there what it is"
+        lines.append(f"{file}:{_line(text, each.key)}: {each}{place}; {instead}{tail}")
     return lines
 
 
@@ -161,31 +165,6 @@ def diff_engines(first: Path, second: Path) -> list[Difference]:
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
-
-
-def adapters_carry_over(first: Path, second: Path) -> list[str]:
-    """Why bundles made for the first engine might not serve on the second; empty if all of them do."""
-    old, new = EngineShape.from_engine_config(first), EngineShape.from_engine_config(second)
-    problems = []
-    if old.dtype != new.dtype:
-        problems.append(f"dtype {new.dtype}, was {old.dtype}: convert every adapter again")
-    gone = [name for name in old.lora_modules if name not in new.lora_modules]
-    if gone:
-        problems.append(f"{', '.join(gone)} no longer enabled: adapters with these modules are refused")
-    if new.max_lora_rank < old.max_lora_rank:
-        problems.append(f"max_lora_rank {new.max_lora_rank}, was {old.max_lora_rank}: larger adapters are refused")
-    both = [name for name in old.lora_modules if name in new.lora_modules]
-    problems += [
-        f"{name} is {dims(name, new)}, was {dims(name, old)}: another base model"
-        for name in both
-        if dims(name, old) != dims(name, new)
-    ]
-    if old.num_layers != new.num_layers:
-        problems.append(f"{new.num_layers} layers, was {old.num_layers}: another base model")
-    fused = {"attn_qkv", "mlp_gate_up"} & set(new.lora_modules)
-    if fused and old.tp_size != new.tp_size:
-        problems.append(f"tp {new.tp_size}, was {old.tp_size}: fused rows are interleaved for it; convert again")
-    return problems
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

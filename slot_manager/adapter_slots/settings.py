@@ -5,7 +5,8 @@ Every wrong or unknown value is named at once. Seconds unless the name says othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -19,7 +20,11 @@ FIRST_TOKEN_S = 30.0
 
 
 class SettingsError(ValueError):
-    """The parameters of `lora_router` cannot be used; the message lists every reason."""
+    """The parameters of `lora_router` cannot be used; the message lists every reason, `problems` one by one."""
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,13 @@ class Settings(Timing):
             for name, allowed in choices.items()
             if values.get(name, allowed[0]) not in allowed
         ]
+        problems += [
+            f"{name}: {what} is expected, found {given[name]!r}"
+            for name, value in values.items()
+            if not isinstance(value, str) and (what := _unusable(name, value, known[name]))
+        ]
         if problems:
-            raise SettingsError("lora_router parameters: " + "; ".join(problems))
+            raise SettingsError("lora_router parameters: " + "; ".join(problems), problems)
         return cls(**values)  # type: ignore[arg-type]
 
     def shape(self) -> EngineShape:
@@ -131,3 +141,12 @@ class Settings(Timing):
             )
         except (ContractError, ValueError) as error:
             raise SettingsError(f"lora_router: {error}") from None
+
+
+def _unusable(name: str, value: int | float, kind: str) -> str:
+    """What is expected instead of a number with which nothing could be done; "" if it is good."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
+    least: float = 1 if kind.startswith("int") and name != "low_watermark" else 0
+    least = 0.001 if name == "tick_s" else least
+    return f"at least {least:g}" if value < least else ""

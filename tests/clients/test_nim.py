@@ -124,6 +124,7 @@ def bundle_bytes(rank: int) -> int:
         ({"LORA_SLOTS_NUM_SLOTS": "x", "NIM_MAX_GPU_LORAS": "3"}, "LORA_SLOTS_NUM_SLOTS=x"),
         ({"LORA_SLOTS_POLICY": "fifo"}, "LORA_SLOTS_POLICY=fifo: 'fifo' is none of lru, gdsf"),
         ({"LORA_SLOTS_TICK_S": "nan"}, "LORA_SLOTS_TICK_S=nan: a finite number"),
+        ({"LORA_SLOTS_DISK_BYTES": "-4"}, "LORA_SLOTS_DISK_BYTES=-4: at least 1 is expected"),
         ({"LORA_SLOTS_TICK_S": "soon"}, "LORA_SLOTS_TICK_S=soon: a number is expected"),
         ({"LORA_SLOTS_REGISTRY": "a", "LORA_SLOTS_PEFT_SOURCE": "b"}, "both say where adapters come from"),
         ({"LORA_SLOTS_HOST_BYTES": "1", "LORA_SLOTS_HOST_ADAPTERS": "1"}, "say the same"),
@@ -164,7 +165,7 @@ def test_a_higher_rank_than_the_engines_is_refused() -> None:
 
 def test_an_error_of_the_manager_tells_the_variable() -> None:
     """What only the slot manager can refuse."""
-    read = nim.read({"LORA_SLOTS_NUM_SLOTS": "4", "LORA_SLOTS_TICK_S": "0.0"})
+    read = nim.read({"LORA_SLOTS_NUM_SLOTS": "4", "LORA_SLOTS_TICK_S": "0.5"})
     told = read.told(SettingsError("lora_router: tick_s must be at least 0.001, found 0.0"))
     assert str(told).endswith("(tick_s is from LORA_SLOTS_TICK_S)")
 

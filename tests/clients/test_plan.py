@@ -152,6 +152,15 @@ def test_dry_run_prints_the_commands_of_every_profile(tmp_path: Path) -> None:
             assert not list(tmp_path.iterdir())
 
 
+def test_dry_run_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the reference profile too, whose base is not there yet: the command is printed, and no file is written."""
+    monkeypatch.setenv("LORA_SLOTS_CACHE", str(tmp_path / "cache"))
+    told = run("engine", "build", str(PROFILES / "smollm2-135m.yaml"), "--dry-run")
+    assert f"--base {tmp_path}/cache/base/SmolLM2-135M-Instruct --out {tmp_path}/cache/builds/engine-KEY" in told.stdout
+    assert "the build makes it first" in told.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_picture_is_svg(tmp_path: Path) -> None:
     """--plot writes a well-formed picture with a bar for the plan and each what-if."""
     file = tmp_path / "plan.svg"

@@ -155,6 +155,22 @@ def remove_input(name: str) -> Change:
     return configure("tensorrt_llm", change)
 
 
+def remove_output(name: str) -> Change:
+    """An output of tensorrt_llm gone."""
+
+    def change(config: Any) -> None:
+        at = [tensor.name for tensor in config.output].index(name)
+        del config.output[at]
+
+    return configure("tensorrt_llm", change)
+
+
+def engine_within(root: Path) -> None:
+    """The engine in the model's version folder, as NVIDIA's guides once had it, and a path of another machine."""
+    shutil.move(root.parent / "engine" / "config.json", root / "tensorrt_llm" / "1" / "config.json")
+    parameter("tensorrt_llm", "gpt_model_path", "/models/tensorrt_llm/1")(root)
+
+
 def unmap(step: str, name: str) -> Change:
     """An input of an ensemble's step unmapped."""
 
@@ -389,7 +405,9 @@ CASES = [
         "${decoupled_mode}",
         "true",
     ),
-    wrong("placeholder", edit(TENSORRT_LLM, "TYPE_BF16", "${lora_datatype}"), "${lora_datatype}", "TYPE_FP16"),
+    wrong(
+        "placeholder", edit(TENSORRT_LLM, "TYPE_BF16", "${lora_datatype}"), "${lora_datatype}", "write TYPE_BF16, the"
+    ),
     wrong(
         "placeholder", edit(TENSORRT_LLM, '"tensorrtllm"', '"${triton_backend}"'), "backend ${triton_b", "tensorrtllm"
     ),
@@ -489,6 +507,11 @@ CASES = [
     ),
     wrong("renamed-tensor", edit(TENSORRT_LLM, '"min_tokens"', '"min_length"'), "was renamed", "write min_tokens"),
     wrong("tensor-missing", remove_input("lora_task_id"), "requests are refused", "add lora_task_id TYPE_UINT64"),
+    wrong(
+        "tensor-missing", remove_input("lora_weights"), "requests are refused", "add lora_weights TYPE_BF16 [-1, -1]"
+    ),
+    wrong("tensor-missing", remove_input("input_ids"), "no request is answered", "add input_ids TYPE_INT32 [-1]"),
+    wrong("tensor-missing", remove_output("sequence_length"), "output sequence_length is missing", "TYPE_INT32 [-1]"),
     wrong("tensor-missing", remove_input("seed"), "input seed is missing", "add seed TYPE_UINT64 [1]", warning=True),
     wrong(
         "tensor-type",
@@ -548,6 +571,27 @@ CASES = [
     wrong("engine-version", engine(version="1.3.0"), "built by TensorRT-LLM 1.3.0", "write 1.2.1"),
     wrong("engine-no-lora", engine(build_config__plugin_config__lora_plugin=None), "without LoRA", "--lora_plugin"),
     wrong(
+        "engine-plugin",
+        engine(build_config__plugin_config__lora_plugin="float16"),
+        "lora_plugin is float16, its dtype bfloat16: adapters in the engine's dtype, which",
+        "build it with --lora_plugin bfloat16",
+    ),
+    wrong(
+        "engine-plugin",
+        both(
+            engine_within, edit("tensorrt_llm/1/config.json", '"lora_plugin": "bfloat16"', '"lora_plugin": "float32"')
+        ),
+        "lora_plugin is float32",
+        "--lora_plugin bfloat16",
+    ),
+    wrong(
+        "engine-quantisation",
+        engine(pretrained_config__quantization__quant_algo="W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN"),
+        "runs no LoRA",
+        "build it with fp8",
+    ),
+    wrong("engine-dense", engine(pretrained_config__head_size=32), "is 4 x 32 and not", "without attn_dense"),
+    wrong(
         "batch-size",
         engine(build_config__max_batch_size=8),
         "max_batch_size 64, the engine was built for 8",
@@ -597,6 +641,9 @@ CASES = [
         "true",
         warning=True,
     ),
+    wrong("parameter-value", parameter("tensorrt_llm", "decoding_mode", "topk"), "'topk' is none of", "write top_k"),
+    wrong("parameter-value", parameter("tensorrt_llm", "enable_kv_cache_reuse", "on"), "is 'on'", "true or false"),
+    wrong("parameter-value", parameter("tensorrt_llm", "max_beam_width", "0"), "is '0'", "at least 1"),
     wrong("instances", count_of("tensorrt_llm", 2), "2 instances", "count: 1"),
     wrong("router-instances", count_of("lora_router", 2), "two slot managers", "count: 1", "lora_router"),
     wrong(
@@ -686,6 +733,40 @@ def test_what_is_meant_is_let_pass(tmp_path: Path) -> None:
     assert check_repository(root) == []
     parameter("tensorrt_llm", "kv_cache_free_gpu_mem_fraction", "${kv}")(root)
     assert [each.fix for each in check_repository(root)] == ["fill it; `lora-slots plan` says with what"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("data_type: TYPE_BF16", "data_type: ${lora_type}"),
+        ("data_type: TYPE_INT32\n  dims: -1", "data_type: ${int_type}\n  dims: -1"),
+        ("data_type: TYPE_BF16\n  dims: -1\n  dims: -1", "data_type: TYPE_BF16\n  dims: [ -1, ${width} ]"),
+    ],
+)
+def test_a_placeholder_is_told_once(tmp_path: Path, old: str, new: str) -> None:
+    """And no rule complains of the value that stands in for it while the rest is looked at."""
+    root = make_repository(tmp_path)
+    edit(TENSORRT_LLM, old, new)(root)
+    assert {each.rule for each in check_repository(root)} == {"placeholder"}
+
+
+def test_an_engine_that_is_not_known_gives_no_type(tmp_path: Path) -> None:
+    """Where the engine cannot be read, adapters' type is the engine's, whatever it is: no FP16 is advised."""
+    root = make_repository(tmp_path)
+    shutil.rmtree(root.parent / "engine")
+    remove_input("lora_weights")(root)
+    fixes = [each.fix for each in check_repository(root) if "lora_weights is missing" in each.what]
+    assert fixes == ["add lora_weights of the engine's dtype (TYPE_FP16, TYPE_BF16 or TYPE_FP32) [-1, -1]"]
+
+
+def test_without_streams_where_something_streams(tmp_path: Path) -> None:
+    """tensorrt_llm not decoupled is an error beside a decoupled model, which was put there for streams."""
+    root = make_repository(tmp_path)
+    bls(root)
+    edit(TENSORRT_LLM, "decoupled: true", "decoupled: false")(root)
+    (found,) = (each for each in check_repository(root) if each.rule == "not-decoupled")
+    assert not found.warning
+    assert "tensorrt_llm_bls streams" in found.what
 
 
 def test_the_line_is_the_tensors(tmp_path: Path) -> None:

@@ -35,3 +35,20 @@ def test_every_mistake_is_told_at_once() -> None:
         Settings.parse({"registry": "r", "engine_url": "u", "num_slot": "3", "tick_s": "often", "policy": "mru"})
     for words in ("num_slot: no such parameter", "engine_dir: missing", "tick_s: a number", "policy: 'mru' is none of"):
         assert words in str(told.value)
+
+
+def test_numbers_that_nothing_could_be_done_with_are_refused() -> None:
+    """No slots, no disk, no time at all, and what is no number; each is told, and is there one by one."""
+    given = {
+        "num_slots": "0",
+        "disk_bytes": "-4",
+        "wait_s": "-1",
+        "idle_s": "nan",
+        "tick_s": "0",
+        "low_watermark": "-1",
+    }
+    with pytest.raises(SettingsError) as told:
+        Settings.parse({**NEEDED, **given, "host_bytes": "many"})
+    assert {problem.partition(":")[0] for problem in told.value.problems} == {*given, "host_bytes"}
+    assert "disk_bytes: at least 1 is expected, found '-4'" in str(told.value)
+    assert Settings.parse({**NEEDED, "low_watermark": "0", "wait_s": "0"}).low_watermark == 0

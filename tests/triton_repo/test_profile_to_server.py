@@ -129,6 +129,65 @@ def test_what_cannot_be_meant_is_refused_at_once(made: Made, tmp_path: Path) -> 
     assert not (tmp_path / "models").exists()
 
 
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("gpt_model_type=V1", "does not feed LoRA tensors"),
+        ("lora_cache_host_memory_bytes=abc", "is 'abc', which the backend cannot use; write a whole number"),
+        ("lora_cache_host_memory_bytes=1000", "the engine would not start"),
+        ("decoding_mode=zzz", "'zzz' is none of top_k_top_p"),
+        ("kv_cache_free_gpu_mem_fraction=1.5", "write a number above 0 and below 1"),
+        ("lora_router.num_slots=abc", "lora_router: num_slots: a number is expected, found 'abc'"),
+        ("lora_router.disk_bytes=-4", "lora_router: disk_bytes: at least 1 is expected, found '-4'"),
+        ("lora_router.policy=mru", "lora_router: policy: 'mru' is none of"),
+        ("lora_router.lora_cache_optimal_adapter_size=16", "the slot manager miscounts"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(made: Made, tmp_path: Path, word: str, says: str) -> None:
+    """With 2, in a line, and what stood there before still stands there alone."""
+    words = ("repo", "render", str(made.profile), "--engine", str(made.engine), "-o", str(tmp_path / "models"))
+    run(*words)
+    before = (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert says in run(*words, "--set", word, code=2).stderr
+    assert (tmp_path / "models" / "tensorrt_llm" / "config.pbtxt").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+
+
+def test_one_command_line_tells_all_that_is_wrong_with_it(made: Made, tmp_path: Path) -> None:
+    """Engine, door, tokenizer, form, fleet, parameters and place: a line for each; a broken profile hides no option."""
+    (tmp_path / "mine.txt").write_text("keep")
+    own = ("foo", "bar=1", "lora_cache_host_memory_bytes=${x}", "decoding_mode=zzz", "lora_router.num_slots=abc")
+    options = ("--backend", "foo", "--grpc", "bad", "--tokenizer", "/nope", "--fleet", "3x", "-o", str(tmp_path))
+    sets = tuple(word for each in own for word in ("--set", each))
+    words = ("--engine", str(made.engine), *options, *sets)
+    told = run("repo", "render", str(PROFILE), *words, code=2).stderr.splitlines()
+    starts = (
+        *("--grpc bad:", "--tokenizer /nope:", "--backend foo:", "--set foo:", "tensorrt_llm has no parameter bar;"),
+        *("tensorrt_llm: lora_cache_host_memory_bytes", "tensorrt_llm: decoding_mode", "lora_router: num_slots:"),
+        *("'3x' is not", f"{tmp_path}: has mine.txt"),
+    )
+    told_of_options = [line for line in told if "/config.json:" not in line]
+    assert [line.startswith(start) for line, start in zip(told_of_options, starts, strict=True)] == [True] * len(starts)
+    assert any("hidden_size: 64, not 576" in line for line in told)
+    bad = tmp_path / "x.yaml"
+    bad.write_text("name: x")
+    told = run("repo", "render", str(bad), *words, code=2).stderr.splitlines()
+    assert any(line.startswith(f"{bad}:1: ") for line in told)
+    assert sum(line.startswith(start) for line in told for start in starts) == len(starts) - 2  # tokenizer and fleet
+
+
+def test_a_profile_without_a_gpu_says_where_it_is_wanted(made: Made, tmp_path: Path) -> None:
+    """The caches' plan starts from the GPU's memory: file, line, and what to write."""
+    file = tmp_path / "mine.yaml"
+    data = yaml.safe_load(made.profile.read_text())
+    del data["serving"]["gpu_memory"]
+    file.write_text(yaml.safe_dump(data))
+    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if text.startswith("serving:"))
+    told = run("repo", "render", str(file), "--engine", str(made.engine), "-o", str(tmp_path / "m"), code=2).stderr
+    assert f"{file}:{line}: serving.gpu_memory is missing" in told
+    assert "write gpu_memory: 80GiB" in told
+
+
 def test_the_profiles_tokenizer_is_used(made: Made, tmp_path: Path) -> None:
     """`model.tokenizer` is relative to the profile, and goes before the engine's own; one that is not there is told."""
     file = tmp_path / "mine.yaml"
@@ -262,6 +321,7 @@ def test_parameters_by_hand(made: Made, tmp_path: Path) -> None:
     assert (values["idle_s"], values["registry"]) == ("7", "s3://models/adapters.yaml")
     assert values["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert engine.parameters["max_beam_width"].string_value == "1"
+    run(*words, "--set", "lora_router.registry=", "--set", "lora_router.num_slots=")  # as docs/migration.md has it
 
 
 STUB = '''

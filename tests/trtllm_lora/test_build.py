@@ -16,15 +16,18 @@ from typing import Any
 import pytest
 import yaml
 from fakes import trtllm_tools
+from typer.testing import CliRunner
 
 from lora_slots.base_model.tiny import make_tiny_llama
+from lora_slots.cli import application
 from reference_engine import open_engine
 from trtllm_lora import EngineShape
+from trtllm_lora.carry_over import adapters_carry_over
 from trtllm_lora.pipeline import BuildError, BuildFailed, Built, Runner, base_problems, plan_tensorrt_llm
 from trtllm_lora.pipeline.manifest import MANIFEST_FILE, ManifestError, check_manifest
 from trtllm_lora.pipeline.steps import build_flags
 from trtllm_lora.profile import EngineProfile, load_profile
-from trtllm_lora.verify import Difference, adapters_carry_over, diff_engines, tell, verify_engine
+from trtllm_lora.verify import Difference, diff_engines, tell, verify_engine
 
 PROFILES = Path(__file__).parents[2] / "engines" / "profiles"
 
@@ -87,7 +90,8 @@ def test_a_plan_without_a_base_fetches_the_revision(tmp_path: Path) -> None:
     profile = load_profile(PROFILES / "llama-3.1-70b-tp4.yaml")
     steps = plan_tensorrt_llm(profile, tmp_path, None, python="python3").steps
     assert [step.name for step in steps] == ["fetch", "checkpoint", "engine"]
-    assert steps[0].argv[:5] == ("hf", "download", profile.model.id, "--revision", profile.model.revision)
+    named = ("hf", "download", profile.model.id, "--revision", profile.model.revision, "--local-dir", "{out}")
+    assert steps[0].argv == (*named, "--exclude", "original/*", "*.pth", "*.gguf", "consolidated*")
     assert steps[1].argv[:3] == ("python3", "-m", "trtllm_lora.pipeline.checkpoint")
     assert steps[1].argv[4] == str(steps[0].folder)
     assert "--tp 4 --pp 1" in " ".join(steps[1].argv)
@@ -275,6 +279,39 @@ def test_a_base_that_is_not_the_profiles_is_refused(tmp_path: Path, base: Path) 
     assert "no such file" in base_problems(profile, tmp_path)[0]
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("config", "write"),
+    [
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, ['"rope_theta": 5']),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, ['"rope_theta"', '"rope_scaling": {']),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, ['"rope_scaling": {']),
+        ({"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["publisher"]),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}, "rope_scaling": LLAMA3}, []),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, []),
+    ],
+)
+def test_positions_that_the_image_would_not_read_are_refused(
+    tmp_path: Path, base: Path, config: dict[str, Any], write: list[str]
+) -> None:
+    """`rope_parameters` alone, as transformers 5 writes them, would become theta 10000 in the image, silently."""
+    other = of_architecture(base, tmp_path / "base", "LlamaForCausalLM")
+    told = json.loads((other / "config.json").read_text()) | config
+    (other / "config.json").write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+    problems = base_problems(tiny_profile(tmp_path / "p.yaml"), other)
+    assert len(problems) == bool(write)
+    assert all(f"{other}/config.json: has rope_parameters" in problem for problem in problems)
+    assert all(word in problem for problem in problems for word in write)
+    command = [sys.executable, "-m", "trtllm_lora.pipeline.checkpoint", "--model-dir", str(other), "--output-dir"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "out"), "--dtype", "float16"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert ("has rope_parameters" in done.stderr) is bool(write)
+
+
 class Shared:
     """A remote store in a folder."""
 
@@ -441,3 +478,34 @@ def test_diff_says_what_it_means_for_adapters(tmp_path: Path, base: Path) -> Non
     assert len(adapters_carry_over(first, second)) == 2
     assert adapters_carry_over(first, first) == []
     assert diff_engines(first, first) == []
+
+
+def test_verify_takes_the_profile_out_of_the_manifest(tmp_path: Path, base: Path) -> None:
+    """Without a profile the manifest's is meant; where there is none it says so; both broken files are told at once."""
+    _, engine = build(tiny_profile(tmp_path / "p.yaml"), base, tmp_path / "cache", trtllm_tools.install(tmp_path))
+
+    def verify(*words: str) -> tuple[int, list[str]]:
+        done = CliRunner().invoke(application(), ["engine", "verify", *words])
+        return done.exit_code, done.output.splitlines()
+
+    assert verify(str(engine)) == (0, [f"{engine} is what {engine / MANIFEST_FILE} says"])
+    config = json.loads((engine / "config.json").read_text())
+    config["build_config"]["max_batch_size"] = 3
+    (engine / "config.json").unlink()
+    (engine / "config.json").write_text(json.dumps(config))
+    code, (told,) = verify(str(engine))
+    line = next(
+        i for i, text in enumerate((engine / MANIFEST_FILE).read_text().splitlines(), 1) if "batch_size" in text
+    )
+    assert code == 2
+    assert f"max_batch_size: 3, not 4, {engine / MANIFEST_FILE}:{line} (engine.max_batch_size); build" in told
+    (engine / MANIFEST_FILE).unlink()
+    assert verify(str(engine)) == (
+        2,
+        [f"{engine}: no {MANIFEST_FILE} that names a profile: write the profile after the directory"],
+    )
+    (tmp_path / "bad.yaml").write_text("name: x")
+    (engine / "config.json").write_text("{}")
+    code, lines = verify(str(engine), str(tmp_path / "bad.yaml"))
+    assert code == 2
+    assert {line.split(":")[0] for line in lines} == {str(engine / "config.json"), str(tmp_path / "bad.yaml")}

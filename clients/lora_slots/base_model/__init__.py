@@ -5,7 +5,7 @@
 `store` keeps them whole. `tiny` makes a two-layer Llama of random weights for tests. No torch, no transformers here.
 """
 
-from lora_slots.base_model.ensure import BASE_MODEL, Progress, ensure_base_model
+from lora_slots.base_model.ensure import BASE_MODEL, Progress, base_model_folder, ensure_base_model
 from lora_slots.base_model.errors import (
     BaseModelError,
     CacheNotWritable,
@@ -25,6 +25,7 @@ __all__ = [
     "HashMismatch",
     "NoDiskSpace",
     "Progress",
+    "base_model_folder",
     "ensure_base_model",
     "make_tiny_llama",
 ]

@@ -30,6 +30,11 @@ NEEDED_BYTES = MODEL_BYTES + 2 * WHEEL_BYTES
 Progress = Callable[[str, int, int], object]
 
 
+def base_model_folder(cache_dir: Path | None = None) -> Path:
+    """Where `ensure_base_model` leaves the model, whether it is there or not."""
+    return cache_folder(cache_dir) / "base" / BASE_MODEL.rpartition("/")[2]
+
+
 def ensure_base_model(cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
     """Path of the Hugging Face directory of SmolLM2-135M-Instruct, float32, fetched and built if it is not there.
 
@@ -40,8 +45,8 @@ def ensure_base_model(cache_dir: Path | None = None, progress: Progress | None =
     and "build", the last three in bytes. Raises the errors of `errors.py`; nothing half-made is ever at the path.
     """
     report = progress or _unheard
-    base = cache_folder(cache_dir) / "base"
-    model = base / BASE_MODEL.rpartition("/")[2]
+    model = base_model_folder(cache_dir)
+    base = model.parent
     if looks_whole(model):
         return model
     try:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trtllm_lora.pipeline.steps import rope_problem
 from trtllm_lora.profile import KV_ALGOS, QUANT_ALGOS
 from trtllm_lora.shape import read_json
 
@@ -24,7 +25,11 @@ CALIBRATED = ("fp8", "int4_awq")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert; returns the exit status. Needs `tensorrt_llm` 1.0 to 1.2."""
     options = _parser().parse_args(arguments)
-    architecture = read_json(options.model_dir / "config.json")["architectures"][0]
+    config = read_json(options.model_dir / "config.json")
+    architecture = config["architectures"][0]
+    if rope := rope_problem(config):  # a base that was fetched is seen here first
+        sys.stderr.write(f"{options.model_dir / 'config.json'}: {rope}\n")
+        return 2
     try:
         from tensorrt_llm.mapping import Mapping as RankMapping
         from tensorrt_llm.models import MODEL_MAP

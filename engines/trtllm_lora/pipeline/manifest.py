@@ -18,6 +18,7 @@ from trtllm_lora.shape import EngineShape, read_json
 
 if TYPE_CHECKING:
     from trtllm_lora.pipeline.steps import BuildPlan
+    from trtllm_lora.profile import EngineProfile
 
 MANIFEST_FILE = "engine.lora-slots.json"
 FORMAT = 1
@@ -82,6 +83,28 @@ def read_manifest(engine: Path) -> dict[str, Any]:
     if not whole or not isinstance(key, str) or not isinstance(profile, dict):
         raise ManifestError(f"{file}: is no manifest: files, key and profile are expected")
     return manifest
+
+
+def manifest_profile(engine: Path) -> EngineProfile:
+    """The profile that an engine directory was built from, as its manifest has it.
+
+    Raises:
+        ManifestError: no manifest there, or no profile in it that this program can read.
+    """
+    from pydantic import ValidationError
+
+    from trtllm_lora.profile import EngineProfile
+
+    file = engine / MANIFEST_FILE
+    if not file.is_file():
+        raise ManifestError(f"{engine}: no {MANIFEST_FILE} that names a profile: write the profile after the directory")
+    try:
+        return EngineProfile.model_validate(read_manifest(engine)["profile"])
+    except ValidationError as error:
+        count = error.error_count()
+        raise ManifestError(
+            f"{file}: its profile is none of this program ({count} problems): write the profile after the directory"
+        ) from None
 
 
 def content_of(engine: Path) -> list[str]:

@@ -24,6 +24,9 @@ from trtllm_lora.shape import read_json
 PIPELINE = 1
 """Raised when the commands change meaning, so that old results are not taken for new ones."""
 MEMO_FILE = "fingerprints.json"
+_NOT_FETCHED = ("original/*", "*.pth", "*.gguf", "consolidated*")
+"""Other copies of the weights. The image's `hf` (huggingface-hub below 1.0) counts the last `--exclude` alone, which
+takes every word up to the next option: it stands once, and last."""
 _BASE_KEYS = (
     ("hidden_size", "hidden_size"),
     ("intermediate_size", "intermediate_size"),
@@ -94,9 +97,8 @@ def plan_tensorrt_llm(
     model, engine = profile.model, profile.engine
     if base is None:
         facts: dict[str, Any] = {"id": model.id, "revision": model.revision}
-        skipped = ("--exclude", "original/*", "--exclude", "*.pth", "--exclude", "*.gguf")
-        argv: tuple[str | Path, ...] = ("hf", "download", model.id, "--revision", model.revision, *skipped)
-        steps.append(make_step(cache, "fetch", (*argv, "--local-dir", "{out}"), facts))
+        argv: tuple[str | Path, ...] = ("hf", "download", model.id, "--revision", model.revision)
+        steps.append(make_step(cache, "fetch", (*argv, "--local-dir", "{out}", "--exclude", *_NOT_FETCHED), facts))
         source = steps[0].folder
     else:
         problems = base_problems(profile, base)
@@ -174,7 +176,30 @@ def base_problems(profile: EngineProfile, base: Path) -> list[str]:
         problems.append(f"{file}: heads of {head}, the profile says model.head_size {profile.shape().head_size}")
     if not any(base.glob("*.safetensors")):
         problems.append(f"{base}: no *.safetensors")
-    return problems
+    rope = rope_problem(config) if profile.runtime == "tensorrt_llm" else None
+    return [*problems, f"{file}: {rope}"] if rope else problems
+
+
+def rope_problem(config: Mapping[str, Any]) -> str | None:
+    """Why the rotary positions of a base's config.json would be read wrong where engines are compiled; None if not.
+
+    The image's transformers (4.x) knows `rope_theta` and `rope_scaling` alone: of `rope_parameters`, as transformers 5
+    writes them, it reads nothing and takes the default theta of 10000.
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or not rope:
+        return None
+    theta, kind = rope.get("rope_theta"), rope.get("rope_type", "default")
+    rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    write = [f'"rope_theta": {json.dumps(theta)}'] if config.get("rope_theta") is None and theta is not None else []
+    if kind != "default" and config.get("rope_scaling") is None:
+        write.append(f'"rope_scaling": {json.dumps(rest)}')
+    if config.get("rope_theta") is None and theta is None:  # one table for each kind of layer, or none at all
+        write = ["rope_theta and rope_scaling as the base's publisher wrote them"]
+    if not write:
+        return None
+    what = "has rope_parameters, of which TensorRT-LLM's transformers 4 reads nothing (theta would be 10000)"
+    return f"{what}; write beside them {', '.join(write)}"
 
 
 def fingerprint(base: Path, memo: Path) -> str:
