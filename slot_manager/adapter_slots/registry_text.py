@@ -8,6 +8,7 @@ and to find the lines of problems. A key that is there twice is a complaint: YAM
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +37,13 @@ class Problem:
 
 
 class TextError(ValueError):
-    """The text is not YAML; the message is one line."""
+    """The text is not YAML; the message is one line, and says where, mostly."""
+
+    @property
+    def line(self) -> int:
+        """Line (from 1) of what is wrong; 1 where the message does not say it."""
+        lines: list[str] = re.findall(r"\bline (\d+)", str(self))
+        return int(lines[-1]) if lines else 1
 
 
 class Document:
@@ -83,10 +90,14 @@ class Document:
             line, node = found[0].start_mark.line + 1, found[1]
         return line
 
-    def tell(self, problems: Iterable[Problem]) -> str:
-        """Problems and duplicate keys in the order of their lines, each with its line and its place."""
+    def told(self, problems: Iterable[Problem]) -> list[tuple[int, str]]:
+        """Problems and duplicate keys in the order of their lines: each with its line, and its place and what it is."""
         told = self._twice + [(self.line(p.where), _dotted(p.where) + p.what) for p in problems]
-        lines = [f"line {line}: {what}" for line, what in sorted(told, key=lambda pair: pair[0])]
+        return sorted(told, key=lambda pair: pair[0])
+
+    def tell(self, problems: Iterable[Problem]) -> str:
+        """The same as one line."""
+        lines = [f"line {line}: {what}" for line, what in self.told(problems)]
         return "; ".join(lines[:_PROBLEMS]) + (f"; and {len(lines) - _PROBLEMS} more" if len(lines) > _PROBLEMS else "")
 
     @cached_property
