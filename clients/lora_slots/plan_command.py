@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,7 +76,7 @@ def plan(
     from trtllm_lora.profile import load_profile
     from trtllm_lora.whatif import apply
 
-    with refusing():
+    with refusing(), _uncollected():
         gathered = Gathered()
         loaded = gathered.of(lambda: load_profile(profile))
         asked_for = gathered.of(lambda: _requests(log, zipf, seconds))
@@ -104,6 +106,16 @@ def plan(
 
             draw(cases, plot)
         _print(cases, traffic.notes if traffic else (), _advice(asked_for, latency_goal_ms), as_json)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No search for garbage meanwhile: a plan makes no circles of objects, and ten thousand adapters are many."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _gpu(profile: EngineProfile, gpu: str | None) -> int:
