@@ -111,11 +111,12 @@ class Document:
         within: Any = None
         key: Any = _NO_KEY
         stack: list[Any] = []
+        plain: dict[str, Any] = {}
         while True:
             event = loader.get_event()
             kind = type(event)
             if kind is yaml.ScalarEvent:
-                value = _scalar(loader, event)
+                value = _scalar(loader, event, plain)
                 if isinstance(within, dict) and key is _NO_KEY:
                     if value in within:
                         self._twice.append((event.start_mark.line + 1, f"{str(value)[:60]!r} is there twice"))
@@ -200,10 +201,20 @@ def _collection(event: Any, depth: int, *, is_key: bool) -> dict[Any, Any] | lis
     return {} if type(event) is yaml.MappingStartEvent else []
 
 
-def _scalar(loader: Any, event: Any) -> Any:
+def _scalar(loader: Any, event: Any, plain: dict[str, Any]) -> Any:
+    """A scalar's value; `plain` keeps those of texts without quotes, most of which come again and again."""
     if event.anchor:
         raise _Anchors
     text = event.value
+    if event.implicit[0] and text in plain:
+        return plain[text]
+    value = _read_scalar(loader, event, text)
+    if event.implicit[0]:
+        plain[text] = value
+    return value
+
+
+def _read_scalar(loader: Any, event: Any, text: str) -> Any:
     if not event.implicit[0]:
         if event.tag is None or event.tag == "!":
             return text  # in quotes
