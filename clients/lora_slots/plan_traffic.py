@@ -19,7 +19,7 @@ from lora_slots.plan_report import shared_memory_bytes
 from lora_slots.refusals import Refused
 from lora_slots.simulation import Forecast, Kind, forecast
 from lora_slots.traffic import Request, ZipfGuess, with_new_tenants
-from trtllm_lora.fleet import Fleet, FleetError
+from trtllm_lora.fleet import Fleet
 from trtllm_lora.plan import Plan, PlanError, Wish
 
 TOLD = 5
@@ -98,7 +98,7 @@ def logged(requests: Sequence[Request], source: Source, name: str) -> Traffic:
             found.append(replace(request, adapter=source.named(asked, draws.random())))
             continue
         if asked not in known:
-            known[asked] = _named(source, asked)
+            known[asked] = source.named(asked) if source.knows(asked) else None
         if (adapter := known[asked]) is None:
             unknown[asked] += 1
         else:
@@ -110,13 +110,6 @@ def logged(requests: Sequence[Request], source: Source, name: str) -> Traffic:
     if not found:
         raise Refused(told)
     return Traffic(found, name, (f"{told}: they are left out, as a server answers them NOT_FOUND",))
-
-
-def _named(source: Source, name: str) -> str | None:
-    try:
-        return source.named(name)
-    except FleetError:
-        return None
 
 
 def _pins(wish: Wish, requests: Iterable[Request]) -> list[str]:

@@ -244,3 +244,15 @@ def plan_config() -> Any:
     from adapter_slots.records import MachineConfig
 
     return MachineConfig(num_slots=24, cache_pages=64, host_bytes=2**40)
+
+
+def test_many_unknown_names_cost_no_search_for_near_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred names that the registry lacks are counted; nobody compares them with those it has."""
+    monkeypatch.setattr("difflib.get_close_matches", lambda *_, **__: pytest.fail("compared"))
+    place = registry(tmp_path, {"a": 8})
+    asked = [Request(float(i), f"nobody{i}" if i else "a", 1.0) for i in range(101)]
+    source = from_registry(place, load_profile(Path(LLAMA)).shape(), [request.adapter for request in asked])
+    (note,) = logged(asked, source, "log").notes
+    assert (
+        "100 of 101 requests ask for names that no adapter has (nobody1, nobody2, nobody3, nobody4, nobody5, …)" in note
+    )
