@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,14 +14,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from lora_slots.fleet_source import Source
     from lora_slots.plan_report import Case
-    from lora_slots.simulation import Forecast
+    from lora_slots.plan_traffic import Traffic
     from lora_slots.traffic import Request
     from trtllm_lora.fleet import Fleet
-    from trtllm_lora.plan import Plan, Wish
+    from trtllm_lora.plan import Wish
     from trtllm_lora.profile import EngineProfile
 
 USUAL_CONTEXT = 2048
+USUAL_GPU = 80 * 2**30
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +47,9 @@ def plan(
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(help="pin=N, max-rank=R, ranks=R, tenants=+N or +NxR, slots=N, context=N, gpu=SIZE; repeatable."),
+        typer.Option(
+            help="pin=N or NAME, max-rank=R, ranks=R, tenants=+N or +NxR, slots=N, context=N, gpu=SIZE; repeatable."
+        ),
     ] = None,
     log: Annotated[Path | None, typer.Option(help="Forecast from a request log (JSON lines or CSV).")] = None,
     zipf: Annotated[float | None, typer.Option(help="Forecast from a guess: Zipf's exponent, usually 1.")] = None,
@@ -63,89 +69,53 @@ def plan(
 
         lora-slots plan engines/profiles/mistral-7b.yaml --zipf 1 --what-if pin=4 --what-if max-rank=128 --plot plan.svg
     """
+    from lora_slots.plan_report import Case
     from lora_slots.refusals import Gathered, refusing
+    from trtllm_lora.fleet import parse_fleet, usual_fleet
+    from trtllm_lora.plan import make_plan
     from trtllm_lora.profile import load_profile
     from trtllm_lora.whatif import apply
 
-    with refusing():
-        loaded, gathered = load_profile(profile), Gathered()
-        chosen = gathered.of(lambda: _fleet(loaded, fleet, adapters, bundles))
-        size = gathered.of(lambda: _gpu(loaded, gpu))
-        tokens = gathered.of(lambda: _context(loaded, context))
-        requests = gathered.of(lambda: _requests(log, zipf, seconds))
+    with refusing(), _uncollected():
+        gathered = Gathered()
+        loaded = gathered.of(lambda: load_profile(profile))
+        asked_for = gathered.of(lambda: _requests(log, zipf, seconds))
         gathered.of(lambda: _numbers(zipf, rate, seconds, latency_goal_ms))
         gathered.of(lambda: _plot_kind(plot))
-        wishes: list[tuple[str, Wish | None]] = []
-        if chosen is not None and size is not None and tokens is not None:
-            asked = _wish(loaded, chosen, size, slots, pinned, tokens)
-            wishes = [("as asked", asked)]
-            wishes += [(text, gathered.of(partial(apply, asked, text))) for text in what_if or ()]
+        if loaded is None:
+            gathered.tell()
+            return
+        names = {request.adapter for request in asked_for or ()} | {
+            text.partition("=")[2].strip() for text in what_if or ()
+        }
+        source = gathered.of(lambda: _source(loaded, fleet, adapters, bundles, names))
+        size = gathered.of(lambda: _gpu(loaded, gpu))
+        tokens = gathered.of(lambda: _context(loaded, context))
+        # what-ifs of a command line that is wrong elsewhere are judged all the same, with the usual fleet
+        chosen = source.fleet if source else parse_fleet(usual_fleet(loaded.shape(), 1), loaded.shape())
+        asked = _wish(loaded, chosen, size or USUAL_GPU, slots, pinned, tokens or 1)
+        named = _named(source, asked_for)
+        wishes = [(text, gathered.of(partial(apply, asked, text, named))) for text in what_if or ()]
         gathered.tell()
-        traffic = _Traffic(requests, zipf, rate, seconds, str(log) if log else "")
-        cases = _cases([(name, wish) for name, wish in wishes if wish is not None], traffic)
+        traffic = _traffic(source, asked_for, str(log), zipf, rate, seconds)
+        plan = make_plan(asked)
+        cases = [Case("as asked", asked, plan, traffic.forecast(asked, plan) if traffic else None)]
+        cases += [_case(name, wish, traffic) for name, wish in wishes if wish is not None]
         if plot:
             from lora_slots.plan_plot import draw
 
             draw(cases, plot)
-        _print(cases, _advice(requests, latency_goal_ms), as_json)
+        _print(cases, traffic.notes if traffic else (), _advice(asked_for, latency_goal_ms), as_json)
 
 
-class _Traffic:
-    """Where the forecast's requests come from; empty makes no forecast."""
-
-    def __init__(
-        self, requests: list[Request] | None, alpha: float | None, rate: float, seconds: float, name: str
-    ) -> None:
-        self.requests, self.alpha, self.rate, self.seconds, self.name = requests, alpha, rate, seconds, name
-
-    def forecast(self, wish: Wish, plan: Plan) -> Forecast | None:
-        """What the planned working set meets of this traffic."""
-        if self.requests is None and self.alpha is None:
-            return None
-        import random
-
-        from adapter_slots.records import MachineConfig
-        from lora_slots.plan_report import shared_memory_bytes
-        from lora_slots.simulation import Kind, forecast
-        from lora_slots.traffic import ZipfGuess
-
-        pages = wish.fleet.pages(plan.geometry)
-        kinds = [
-            Kind(of_one, group.num_bytes)
-            for (of_one, count), group in zip(pages, wish.fleet.groups, strict=True)
-            for _ in range(count)
-        ]
-        random.Random(1).shuffle(kinds)  # noqa: S311 - which adapters are popular has nothing to do with their rank
-        if self.requests is None:
-            names = [f"adapter-{i}" for i in range(len(kinds))]
-            guess = ZipfGuess(self.alpha or 0.0, self.rate, self.seconds)
-            requests, source = guess.requests(names), f"a guess, Zipf {self.alpha:g}, {self.rate:g} requests a second"
-        else:
-            requests, source = self.requests, self.name
-            names = list(dict.fromkeys(request.adapter for request in requests))
-            kinds = [kinds[i % len(kinds)] for i in range(len(names))]
-        config = MachineConfig(
-            num_slots=plan.slots,
-            cache_pages=min(plan.host_pages, plan.device_pages),
-            host_bytes=shared_memory_bytes(wish, plan),
-        )
-        pins = names[: min(wish.pinned, plan.slots - 1)]
-        return forecast(config, dict(zip(names, kinds, strict=True)), requests, pins=pins, source=source)
-
-
-def _fleet(profile: EngineProfile, words: str | None, registry: str | None, bundles: Path | None) -> Fleet:
-    from lora_slots.fleet_source import from_bundles, from_registry
-    from lora_slots.refusals import Refused
-    from trtllm_lora.fleet import parse_fleet, usual_fleet
-
-    if sum(source is not None for source in (words, registry, bundles)) > 1:
-        raise Refused("--fleet, --adapters and --bundles: give one of them")
-    shape = profile.shape()
-    if registry is not None:
-        return from_registry(registry, shape)
-    if bundles is not None:
-        return from_bundles(bundles, shape)
-    return parse_fleet(words or usual_fleet(shape, profile.serving.slots), shape)
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No search for garbage meanwhile: a plan makes no circles of objects, and ten thousand adapters are many."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _gpu(profile: EngineProfile, gpu: str | None) -> int:
@@ -212,14 +182,72 @@ def _plot_kind(plot: Path | None) -> None:
         check_name(plot)
 
 
-def _cases(wishes: Sequence[tuple[str, Wish]], traffic: _Traffic) -> list[Case]:
+def _source(
+    profile: EngineProfile, words: str | None, registry: str | None, bundles: Path | None, asked_for: Iterable[str]
+) -> Source:
+    from lora_slots.fleet_source import Source, from_bundles, from_registry
+    from lora_slots.refusals import Refused
+    from trtllm_lora.fleet import parse_fleet, usual_fleet
+
+    if sum(source is not None for source in (words, registry, bundles)) > 1:
+        raise Refused("--fleet, --adapters and --bundles: give one of them")
+    shape = profile.shape()
+    if registry is not None:
+        return from_registry(registry, shape, asked_for)
+    if bundles is not None:
+        return from_bundles(bundles, shape)
+    return Source(parse_fleet(words if words is not None else usual_fleet(shape, profile.serving.slots), shape))
+
+
+def _named(source: Source | None, requests: Sequence[Request] | None) -> Callable[[str], str] | None:
+    """Which adapter a name means: the registry's, a bundle's, or one of the log; None where adapters have no names."""
+    from trtllm_lora.fleet import FleetError
+
+    if source is None:
+        return str  # where they come from is refused already
+    if source.fleet.names:
+        return source.named
+    if requests is None:
+        return None
+    asked = {request.adapter for request in requests}
+
+    def of_log(name: str) -> str:
+        if name not in asked:
+            raise FleetError(f"no request of the log asks for {name[:80]!r}")
+        return name
+
+    return of_log
+
+
+def _traffic(
+    source: Source | None,
+    requests: Sequence[Request] | None,
+    name: str,
+    zipf: float | None,
+    rate: float,
+    seconds: float,
+) -> Traffic | None:
+    if source is None or (requests is None and zipf is None):
+        return None
+    from lora_slots.plan_traffic import guessed, logged
+    from lora_slots.traffic import ZipfGuess
+
+    if requests is not None:
+        return logged(requests, source, name)
+    return guessed(ZipfGuess(zipf or 0.0, rate, seconds), source.fleet)
+
+
+def _case(name: str, wish: Wish, traffic: Traffic | None) -> Case:
+    """A what-if is a question: that it cannot be had is an answer."""
+    from lora_slots.plan_report import Case
+    from trtllm_lora import ContractError
     from trtllm_lora.plan import make_plan
 
-    cases: list[Case] = []
-    for name, wish in wishes:
-        made = make_plan(wish)
-        cases.append((name, wish, made, traffic.forecast(wish, made)))
-    return cases
+    try:
+        plan = make_plan(wish)
+        return Case(name, wish, plan, traffic.forecast(wish, plan) if traffic else None)
+    except ContractError as error:
+        return Case(name, wish, None, None, str(error))
 
 
 def _advice(requests: list[Request] | None, goal: float | None) -> list[str]:
@@ -230,15 +258,15 @@ def _advice(requests: list[Request] | None, goal: float | None) -> list[str]:
     return [advice.text() for advice in advise(requests, goal)]
 
 
-def _print(cases: list[Case], advice: list[str], as_json: bool) -> None:
+def _print(cases: list[Case], notes: Sequence[str], advice: list[str], as_json: bool) -> None:
     from lora_slots import plan_report
 
     if as_json:
-        typer.echo(json.dumps({**plan_report.as_json(cases), "merge_advice": advice}, indent=1))
+        typer.echo(json.dumps({**plan_report.as_json(cases, notes), "merge_advice": advice}, indent=1))
         return
     from rich.console import Console
 
     console = Console()
-    plan_report.show(cases, console)
+    plan_report.show(cases, console, notes)
     for line in advice:
         console.print(f"merge advice: {line}", highlight=False, markup=False)

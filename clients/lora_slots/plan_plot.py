@@ -78,18 +78,21 @@ def check_name(file: Path) -> None:
 
 
 def _shapes(cases: Sequence[Case]) -> Iterator[Shape]:
-    yield Label(10, 24, f"{cases[0][1].profile.name}: memory of one GPU, GiB", 16)
+    yield Label(10, 24, f"{cases[0].wish.profile.name}: memory of one GPU, GiB", 16)
     x = 10.0
     for name, colour in PARTS:
         yield Rectangle(x, 40, 12, 12, colour)
         yield Label(x + 17, 51, name)
         x += 40 + 7 * len(name)
-    largest = max(plan.gpu_bytes for _, _, plan, _ in cases)
+    largest = max(case.plan.gpu_bytes for case in cases if case.plan)
     scale = (WIDTH - LABEL - 70) / largest
-    for i, (name, _, plan, forecast) in enumerate(cases):
+    for i, case in enumerate(cases):
         y = TOP + i * (BAR + GAP)
-        memory = plan.memory
-        yield Label(10, y + BAR / 2 + 4, name)
+        yield Label(10, y + BAR / 2 + 4, case.name)
+        if case.plan is None:
+            yield Label(LABEL, y + BAR / 2 + 4, f"cannot be had: {case.why}", 10)
+            continue
+        plan, forecast, memory = case.plan, case.forecast, case.plan.memory
         x = LABEL
         sizes = (memory.weights, memory.activations, memory.runtime, plan.kv_bytes, plan.device_bytes)
         for (_, colour), size in zip(PARTS, (*sizes, plan.headroom_bytes), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,17 +13,30 @@ if TYPE_CHECKING:
     from lora_slots.simulation import Forecast
     from trtllm_lora.plan import Plan, Wish
 
-Case = tuple[str, "Wish", "Plan", "Forecast | None"]
-"""(name, what was asked, the plan, what is to be expected of traffic)."""
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The plan, or one of its what-ifs."""
+
+    name: str
+    wish: Wish
+    plan: Plan | None
+    """None: it cannot be had, and `why` says the reason."""
+    forecast: Forecast | None
+    why: str = ""
 
 
-def as_json(cases: Sequence[Case]) -> dict[str, Any]:
+def as_json(cases: Sequence[Case], notes: Sequence[str] = ()) -> dict[str, Any]:
     """The first case is the plan, the others are its what-ifs."""
-    return {"schema": 1, **_case(cases[0]), "what_if": {case[0]: _case(case) for case in cases[1:]}}
+    asked = _case(cases[0])
+    asked["warnings"] += notes
+    return {"schema": 1, **asked, "what_if": {case.name: _case(case) for case in cases[1:]}}
 
 
 def _case(case: Case) -> dict[str, Any]:
-    _, wish, plan, forecast = case
+    wish, plan, forecast = case.wish, case.plan, case.forecast
+    if plan is None:
+        return {"profile": wish.profile.name, "impossible": case.why}
     memory, geometry = plan.memory, plan.geometry
     return {
         "profile": wish.profile.name,
@@ -75,11 +89,13 @@ def _case(case: Case) -> dict[str, Any]:
     }
 
 
-def show(cases: Sequence[Case], console: Console) -> None:
+def show(cases: Sequence[Case], console: Console, notes: Sequence[str] = ()) -> None:
     """Print the plan, then one line for each what-if."""
+    from rich.markup import escape
     from rich.table import Table
 
-    _, wish, plan, forecast = cases[0]
+    wish, plan, forecast = cases[0].wish, cases[0].plan, cases[0].forecast
+    assert plan is not None  # noqa: S101 - without a plan nothing is shown
     console.print(f"[bold]{wish.profile.name}[/]: {_fleet(wish)}, {plan.slots} slots", highlight=False)
     console.print(_memory_table(wish, plan))
     console.print(_rank_table(plan))
@@ -98,15 +114,18 @@ def show(cases: Sequence[Case], console: Console) -> None:
     if forecast:
         console.print(forecast.text(), highlight=False, markup=False)
     if len(cases) > 1:
-        console.print(_what_if_table(cases))
+        console.print(_what_if_table(cases, forecasts=forecast is not None))
+        for case in cases[1:]:
+            if case.plan is None:
+                console.print(f"{case.name}: cannot be had: {case.why}", highlight=False, markup=False)
     for text in plan.memory.assumptions:
         console.print(f"[dim]assumed: {text}[/]", highlight=False)
-    for text in plan.warnings:
-        console.print(f"[yellow]warning:[/] {text}", highlight=False)
-    for case, _, each, _ in cases[1:]:
-        for text in each.warnings:
+    for text in (*notes, *plan.warnings):
+        console.print(f"[yellow]warning:[/] {escape(text)}", highlight=False)
+    for case in cases[1:]:
+        for text in case.plan.warnings if case.plan else ():
             if text not in plan.warnings:
-                console.print(f"[yellow]warning:[/] {case}: {text}", highlight=False)
+                console.print(f"[yellow]warning:[/] {escape(case.name)}: {escape(text)}", highlight=False)
 
 
 def _memory_table(wish: Wish, plan: Plan) -> Table:
@@ -142,17 +161,23 @@ def _rank_table(plan: Plan) -> Table:
     return table
 
 
-def _what_if_table(cases: Sequence[Case]) -> Table:
+def _what_if_table(cases: Sequence[Case], *, forecasts: bool) -> Table:
+    """Headings are of two lines, so that 80 columns hold them; what cannot be had has its reason below the table."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
-    table.add_column("what if", no_wrap=True)
-    for heading in ("LoRA GiB", "pages", "KV tokens", "streams", "hit rate", "cold loads/min"):
-        table.add_column(heading, justify="right")
-    for name, _, plan, forecast in cases:
-        expected = (f"{forecast.hit_rate:.1%}", f"{forecast.cold_loads_per_min:.1f}") if forecast else ("", "")
-        lora, tokens = _gib(plan.device_bytes), f"{plan.kv_tokens:,}"
-        table.add_row(name, lora, str(plan.pages_needed), tokens, str(plan.streams), *expected)
+    table.add_column("what if", overflow="fold")
+    headings = ["LoRA\nGiB", "pages", "KV\ntokens", "streams", *(["hit\nrate", "cold\nloads/min"] if forecasts else ())]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for case in cases:
+        if case.plan is None:
+            table.add_row(escape(case.name), "none", *[""] * (len(headings) - 1))
+            continue
+        expected = (f"{case.forecast.hit_rate:.1%}", f"{case.forecast.cold_loads_per_min:.1f}") if case.forecast else ()
+        lora, tokens = _gib(case.plan.device_bytes), f"{case.plan.kv_tokens:,}"
+        table.add_row(escape(case.name), lora, str(case.plan.pages_needed), tokens, str(case.plan.streams), *expected)
     return table
 
 

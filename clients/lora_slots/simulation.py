@@ -7,6 +7,7 @@ promotions take the times of `Speeds`, requests run for as long as the traffic s
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -36,6 +37,11 @@ from lora_slots.traffic import Request
 
 WARM_UP = 0.2
 """Share of the requests that only fill the slots and are not counted."""
+WARM_UP_PER_SLOT = 8
+"""Requests a slot that fill the slots, where a guess gives as many as are needed."""
+BATCH, MIN_BATCHES = 100, 8
+STUDENT = 2.365
+"""Student's t for 95 %, with MIN_BATCHES batches; fewer are needed with more."""
 HOLD_S = 1e15
 _QUIET = (Ticked, Touched)
 QUIET_S = 60.0
@@ -78,14 +84,17 @@ class Forecast:
     refused: int
     source: str
     """The traffic, in words."""
+    margin: float | None = None
+    """Of a guess: how far the hit rate of endless traffic may be from this one, at 95 %."""
 
     def text(self) -> str:
         """Two lines for a person."""
         waits = f"those that wait: p50 {self.wait_p50_s:.2f} s, p99 {self.wait_p99_s:.2f} s"
         refused = f"; {self.refused} refused" if self.refused else ""
+        margin = f" ± {100 * self.margin:.1f}" if self.margin is not None else ""
         return (
             f"traffic: {self.source} ({self.requests} requests in {self.seconds:.0f} s, by the slot machine itself)\n"
-            f"hit rate {self.hit_rate:.1%}, {self.cold_loads_per_min:.1f} cold loads a minute; {waits}{refused}"
+            f"hit rate {self.hit_rate:.1%}{margin}, {self.cold_loads_per_min:.1f} cold loads a minute; {waits}{refused}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -95,6 +104,7 @@ class Forecast:
             "requests": self.requests,
             "seconds": round(self.seconds, 3),
             "hit_rate": round(self.hit_rate, 6),
+            "hit_rate_margin": None if self.margin is None else round(self.margin, 4),
             "cold_loads_per_min": round(self.cold_loads_per_min, 3),
             "wait_p50_s": round(self.wait_p50_s, 4),
             "wait_p99_s": round(self.wait_p99_s, 4),
@@ -109,6 +119,15 @@ class _Seen:
     cold: int = 0
     refused: int = 0
     waits: list[float] = field(default_factory=list)
+    batches: list[float] = field(default_factory=list)
+    """Hit rate of each BATCH requests."""
+
+    @property
+    def margin(self) -> float:
+        """By the spread of the batches: what one request finds depends on those before it, less so for batches."""
+        if len(self.batches) < MIN_BATCHES:
+            return 1.0
+        return STUDENT * statistics.stdev(self.batches) / len(self.batches) ** 0.5
 
 
 def forecast(
@@ -119,11 +138,18 @@ def forecast(
     pins: Sequence[str] = (),
     speeds: Speeds | None = None,
     source: str = "",
+    precision: float | None = None,
 ) -> Forecast:
-    """Run requests (in order of time) over adapters that begin on DISK; `pins` are in slots from the start."""
-    world = _World(config, adapters, requests, speeds or Speeds())
+    """Run requests (in order of time) over adapters that begin on DISK; `pins` are in slots from the start.
+
+    With a precision no more of them are run than the hit rate needs to be known so well.
+
+    Raises:
+        EventRefused: the machine does not take these pins.
+    """
+    world = _World(config, adapters, requests, speeds or Speeds(), precision)
     world.run(pins)
-    seen, counted = world.seen, requests[world.first :]
+    seen, counted = world.seen, requests[world.first : world.asked]
     seconds = max(counted[-1].at - counted[0].at, 1e-9) if counted else 1e-9
     waits = sorted(seen.waits) or [0.0]
     return Forecast(
@@ -135,6 +161,7 @@ def forecast(
         wait_p99_s=waits[min(len(waits) - 1, int(len(waits) * 0.99))],
         refused=seen.refused,
         source=source,
+        margin=None if precision is None else seen.margin,
     )
 
 
@@ -142,11 +169,22 @@ class _World:
     """The slot machine's shell and surroundings, as a queue of events to come."""
 
     def __init__(
-        self, config: MachineConfig, adapters: Mapping[str, Kind], requests: Sequence[Request], speeds: Speeds
+        self,
+        config: MachineConfig,
+        adapters: Mapping[str, Kind],
+        requests: Sequence[Request],
+        speeds: Speeds,
+        precision: float | None,
     ) -> None:
         self.machine = SlotMachine(config)
         self.adapters, self.requests, self.speeds = adapters, requests, speeds
         self.first = int(len(requests) * WARM_UP)
+        if precision is not None:
+            self.first = min(self.first, WARM_UP_PER_SLOT * config.num_slots)
+        self.asked = 0
+        """How many of the requests have come."""
+        self.precision = precision
+        self._hits_before = 0
         self.counted_from = requests[self.first].at if requests else 0.0
         self.seen = _Seen()
         self._quiet_s = config.idle_s + QUIET_S
@@ -160,8 +198,7 @@ class _World:
             self._handle(Added(name, name, Facts(task_id, kind.pages, kind.num_bytes)), 0.0)
         for name in pins:
             self._handle(Pinned(name), 0.0)
-        waiting = iter(enumerate(self.requests))
-        coming = next(waiting, None)
+        coming = self._next()
         while coming is not None or self._queue:
             at = coming[1].at if coming is not None else float("inf")
             tick = self.machine.next_deadline()
@@ -173,10 +210,23 @@ class _World:
                 number, request = coming
                 lease = str(number)
                 self._handle(Acquired(request.adapter, lease, at + self.speeds.wait_s, HOLD_S), at)
-                coming = next(waiting, None)
+                coming = self._next()
             else:
                 now, _, event = heapq.heappop(self._queue)
                 self._handle(event, now)
+
+    def _next(self) -> tuple[int, Request] | None:
+        """The request that comes next, with its number; None after the last one that is needed."""
+        counted, seen = self.asked - self.first, self.seen
+        if self.precision is not None and counted > 0 and counted % BATCH == 0:
+            seen.batches.append((seen.hits - self._hits_before) / BATCH)
+            self._hits_before = seen.hits
+            if seen.margin <= self.precision:
+                return None
+        if self.asked == len(self.requests):
+            return None
+        self.asked += 1
+        return self.asked - 1, self.requests[self.asked - 1]
 
     def _handle(self, event: Event, now: float) -> None:
         if not isinstance(event, _QUIET):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -48,15 +50,38 @@ class ZipfGuess:
 
     def requests(self, adapters: Sequence[str]) -> list[Request]:
         """The same requests for the same guess."""
-        random = np.random.default_rng(self.seed)
+        chance = np.random.default_rng(self.seed)
         weights = np.arange(1, len(adapters) + 1, dtype=float) ** -self.alpha
-        chosen = random.choice(len(adapters), self.count, p=weights / weights.sum())
-        times = np.cumsum(random.exponential(1 / self.per_second, self.count))
-        spans = random.exponential(self.seconds, self.count)
+        chosen = chance.choice(len(adapters), self.count, p=weights / weights.sum())
+        times = np.cumsum(chance.exponential(1 / self.per_second, self.count))
+        spans = chance.exponential(self.seconds, self.count)
         return [
             Request(at, adapters[which], span)
             for at, which, span in zip(times.tolist(), chosen.tolist(), spans.tolist(), strict=True)
         ]
+
+
+def with_new_tenants(requests: Sequence[Request], names: Sequence[str], others: Sequence[str]) -> Sequence[Request]:
+    """The requests, and those of new adapters: each is asked for as one of the others is, drawn by lot.
+
+    The other's requests are moved by a span of its own, those past the end to the beginning: as many, as clumped.
+    """
+    if not names or not requests:
+        return requests
+    own: defaultdict[str, list[Request]] = defaultdict(list)
+    for request in requests:
+        own[request.adapter].append(request)
+    chance, end = random.Random(2), requests[-1].at  # noqa: S311 - the same for the same requests
+    like: list[str] = []
+    while len(like) < len(names):
+        like += chance.sample(others, min(len(others), len(names) - len(like)))
+    found = list(requests)
+    for name, other in zip(names, like, strict=True):
+        by = chance.uniform(0.0, end)
+        found += (
+            replace(r, adapter=name, at=r.at + by - (end if r.at + by > end else 0.0)) for r in own.get(other, ())
+        )
+    return sorted(found, key=lambda request: request.at)
 
 
 def read_log(file: Path, usual_seconds: float) -> list[Request]:
@@ -71,9 +96,17 @@ def read_log(file: Path, usual_seconds: float) -> list[Request]:
         raise Refused(f"{file}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
     requests: list[tuple[float, str, float, float | None]] = []
     problems: list[str] = []
+    clock: tuple[bool, int] | None = None
     for line, fields in _lines(text, file, problems):
         try:
             requests.append(_request(fields, usual_seconds))
+            dated = _is_dated(fields["time"])
+            clock = clock or (dated, line)
+            if dated != clock[0]:
+                here, there = ("ISO 8601", "seconds") if dated else ("seconds", "ISO 8601")
+                problems.append(
+                    f"{file}:{line}: 'time' is {here} here and {there} in line {clock[1]}: write one of them"
+                )
         except (KeyError, TypeError, ValueError) as error:
             reason = f"no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
             problems.append(f"{file}:{line}: {reason}")
@@ -137,6 +170,15 @@ def _time(value: object) -> float:
     if not abs(found) < LATEST_S:
         raise ValueError(f"'time' {str(value)[:40]!r} is neither seconds nor ISO 8601")
     return found
+
+
+def _is_dated(time: object) -> bool:
+    """Whether a time that could be read is one of the calendar."""
+    try:
+        float(time)  # type: ignore[arg-type]
+    except ValueError:
+        return True
+    return False
 
 
 def _number(value: object, name: str) -> float | None:

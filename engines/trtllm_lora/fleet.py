@@ -10,7 +10,7 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,10 @@ class Group:
     """Largest rank of its rows."""
     num_bytes: int
     """Bytes of one adapter's weights, unsplit and unpadded."""
+    names: tuple[str, ...] = ()
+    """Who they are, one name each, where that is known."""
+    is_new: bool = False
+    """They are asked about (`tenants=+N`), and bring traffic of their own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +57,11 @@ class Fleet:
     def count(self) -> int:
         """Number of adapters."""
         return sum(group.count for group in self.groups)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all of them; empty where nobody has one."""
+        return tuple(name for group in self.groups for name in group.names)
 
     @property
     def num_bytes(self) -> int:
@@ -218,5 +227,6 @@ def with_rank(fleet: Fleet, rank: int, shape: EngineShape) -> Fleet:
     for group in fleet.groups:
         rows = group.rows.copy()
         rows[:, 2] = rank
-        groups.append(group_of_rows(group.count, rows, shape))
+        grown = group_of_rows(group.count, rows, shape)
+        groups.append(replace(grown, names=group.names, is_new=group.is_new))
     return Fleet(tuple(groups))

@@ -39,10 +39,12 @@ class Wish:
     slots: int
     """Adapters in the engine's working set."""
     pinned: int = 0
-    """Of them, adapters that never leave."""
+    """Of them, adapters that never leave: those of `pins`, then the most asked for."""
     context: int = 2048
     """Tokens (prompt and answer) a stream usually holds."""
     runtime_bytes: int = RUNTIME_BYTES
+    pins: tuple[str, ...] = ()
+    """The pinned adapters that were named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def make_plan(wish: Wish) -> Plan:
     """The plan for a wish.
 
     Raises:
-        PlanError: the weights, or one adapter, do not fit the GPU.
+        PlanError: the weights, or one adapter, do not fit the GPU; or more are pinned than there can be.
     """
     profile, memory = wish.profile, engine_memory(wish.profile, runtime_bytes=wish.runtime_bytes)
     free = wish.gpu_bytes - memory.fixed
@@ -114,7 +116,7 @@ def make_plan(wish: Wish) -> Plan:
             f"{profile.name} takes {_gib(memory.fixed)} before its caches, the GPU has {_gib(wish.gpu_bytes)}: "
             "raise tensor_parallel, quantise, or take a larger GPU"
         )
-    slots = min(wish.slots, wish.fleet.count)
+    slots = _slots(wish)
     max_rank = profile.serving.lora_max_rank or profile.lora.max_rank
     geometry, optimal, needed = _best_geometry(wish, slots, max_rank)
     pages = max(needed, ceil_div(geometry.min_slots, geometry.slots_per_page))
@@ -154,6 +156,15 @@ def make_plan(wish: Wish) -> Plan:
         warnings=(),
     )
     return _finish(plan, wish, free)
+
+
+def _slots(wish: Wish) -> int:
+    """Slots that are used at all; pins as the slot manager takes them, up to all slots and no further."""
+    if wish.pinned > wish.fleet.count:
+        raise PlanError(f"{wish.pinned} adapters cannot be pinned: there are {wish.fleet.count}")
+    if wish.pinned > wish.slots:
+        raise PlanError(f"{wish.pinned} adapters cannot be pinned in {wish.slots} slots: the slot manager refuses it")
+    return min(wish.slots, wish.fleet.count)
 
 
 def worst_pages(fleet: Fleet, geometry: CacheGeometry, slots: int) -> int:

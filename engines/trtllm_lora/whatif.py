@@ -1,4 +1,4 @@
-"""What if? A change of a wish in one word: `pin=3`, `max-rank=64`, `tenants=+50x16`, `slots=64`, `gpu=80GiB`."""
+"""What if? A change of a wish in one word: `pin=3`, `pin=pirate`, `max-rank=64`, `tenants=+50x16`, `slots=64`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trtllm_lora.fleet import Fleet, FleetError, Group, group_of_rank, with_rank
 from trtllm_lora.plan import Wish
 from trtllm_lora.profile import parse_bytes
 
-FORMS = "pin=N, max-rank=R, ranks=R, tenants=+N or tenants=+NxR, slots=N, context=TOKENS, gpu=SIZE"
+FORMS = "pin=N or pin=NAME, max-rank=R, ranks=R, tenants=+N or tenants=+NxR, slots=N, context=TOKENS, gpu=SIZE"
 
 
-def apply(wish: Wish, text: str) -> Wish:
-    """The wish with one change.
+def apply(wish: Wish, text: str, named: Callable[[str], str] | None = None) -> Wish:
+    """The wish with one change. `named` gives the adapter that a name means, or raises FleetError.
 
     `max-rank=R` builds the engine for rank R and lets the largest adapters grow to it; `ranks=R` gives every adapter R.
 
@@ -26,13 +26,24 @@ def apply(wish: Wish, text: str) -> Wish:
     if change is None or not value:
         raise FleetError(f"--what-if {text!r} is not known; write one of {FORMS}")
     try:
+        if change is _pin and not value.strip().isdecimal():
+            return _pin_by_name(wish, value.strip(), named)
         return change(wish, value.strip())
+    except FleetError as error:
+        raise FleetError(f"--what-if {text}: {error}") from None
     except ValueError as error:
         raise FleetError(f"--what-if {text!r}: {error}; write one of {FORMS}") from None
 
 
 def _pin(wish: Wish, value: str) -> Wish:
     return replace(wish, pinned=wish.pinned + _whole(value))
+
+
+def _pin_by_name(wish: Wish, value: str, named: Callable[[str], str] | None) -> Wish:
+    if named is None:
+        raise ValueError("adapters have no names here; give --adapters, --bundles or --log")
+    name = named(value)
+    return wish if name in wish.pins else replace(wish, pinned=wish.pinned + 1, pins=(*wish.pins, name))
 
 
 def _max_rank(wish: Wish, value: str) -> Wish:
@@ -62,11 +73,9 @@ def _tenants(wish: Wish, value: str) -> Wish:
     if not found:
         raise ValueError("a number of adapters is expected")
     usual = max(wish.fleet.groups, key=lambda group: group.count)
-    if found[2] is None:
-        more = replace(usual, count=int(found[1]))
-    else:
-        more = group_of_rank(int(found[1]), int(found[2]), wish.profile.shape())
-    return replace(wish, fleet=wish.fleet.plus(Fleet((more,))))
+    more = usual if found[2] is None else group_of_rank(1, int(found[2]), wish.profile.shape())
+    names = tuple(f"new tenant {i}" for i in range(1, 1 + _whole(found[1])))
+    return replace(wish, fleet=wish.fleet.plus(Fleet((replace(more, count=len(names), names=names, is_new=True),))))
 
 
 def _slots(wish: Wish, value: str) -> Wish:
@@ -74,7 +83,10 @@ def _slots(wish: Wish, value: str) -> Wish:
 
 
 def _context(wish: Wish, value: str) -> Wish:
-    return replace(wish, context=_whole(value))
+    tokens, longest = _whole(value), wish.profile.engine.max_seq_len
+    if tokens > longest:
+        raise ValueError(f"the engine's max_seq_len is {longest}")
+    return replace(wish, context=tokens)
 
 
 def _gpu(wish: Wish, value: str) -> Wish:

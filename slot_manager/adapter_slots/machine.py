@@ -230,19 +230,22 @@ class SlotMachine(Timer):
     def _advance(self, now: float) -> None:
         binding = self.binding
         blocked = others_want = False
-        wanted = [(self.adapters[digest], since) for digest, since in self._wanted.items()]
-        moves = sum(adapter.moving is not None for adapter, _ in wanted)
+        known, slot, host = self.adapters, Tier.SLOT, Tier.HOST  # seventy may wait, at every event
+        wanted = [(known[digest], since) for digest, since in self._wanted.items()]
+        moves = sum([adapter.moving is not None for adapter, _ in wanted])
+        reserved, most_moves = bool(self.config.pools.by_name), self.config.max_host_moves
         self._host_full.clear()
         for adapter, since in wanted:
-            others_want |= adapter.tier is not Tier.SLOT
+            tier = adapter.tier
+            others_want = others_want or tier is not slot
             if adapter.moving is not None or now < adapter.retry_at:
                 continue
-            if adapter.tier is Tier.HOST:
+            if tier is host:
                 # one that came later must not overtake for ever, but a slot reserved for it takes nothing from others
-                if not binding and (not blocked or self._has_reserved_slot(adapter)):
+                if not binding and (not blocked or (reserved and self._has_reserved_slot(adapter))):
                     binding = self._promote_to_slot(adapter, since, now)
                     blocked = blocked or (not binding and could_fit(adapter, self._in_slot.values(), self.config))
-            elif adapter.tier < Tier.HOST and moves < self.config.max_host_moves:
+            elif moves < most_moves and tier < host:
                 moves += self._promote_to_memory(adapter, since, now)
         if not others_want:
             self._stop_draining(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 
@@ -48,6 +49,9 @@ class Policy(Protocol):
         ...
 
 
+_LAST_USED = attrgetter("last_used")
+
+
 class LeastRecentlyUsed:
     """Evict what was used longest ago."""
 
@@ -56,7 +60,7 @@ class LeastRecentlyUsed:
 
     def victim(self, candidates: Iterable[C]) -> C | None:
         """The candidate with the oldest `last_used`."""
-        return min(candidates, key=lambda candidate: candidate.last_used, default=None)
+        return min(candidates, key=_LAST_USED, default=None)
 
 
 class GreedyDualSizeFrequency:

@@ -153,7 +153,7 @@ class Content:
             UnknownAdapter: with names that are close, or the versions there are.
         """
         alias = self.aliases.get(name)
-        entry = self._entry(alias.choose(key, draw) if alias is not None else name)
+        entry = self.entry_of(alias.choose(key, draw) if alias is not None else name)
         if entry is None:
             raise UnknownAdapter(self._unknown(name), adapter=name[:80])
         return entry
@@ -164,7 +164,7 @@ class Content:
         found = {entry.digest: entry for entry in self.entries.values()}
         for alias in self.aliases.values():
             for target in alias.targets:
-                entry = self._entry(target)
+                entry = self.entry_of(target)
                 if entry is not None:
                     found.setdefault(entry.digest, entry)
         return found
@@ -178,7 +178,8 @@ class Content:
         """Adapters and aliases, sorted."""
         return sorted((*self.entries, *self.aliases))
 
-    def _entry(self, name: str) -> Entry | None:
+    def entry_of(self, name: str) -> Entry | None:
+        """The entry of an adapter or an `adapter@version`; None if there is none: no near names are sought."""
         entry = self.entries.get(name)
         if entry is None and (parts := split_version(name)):
             entry = self.versions.get(parts[0], {}).get(parts[1])

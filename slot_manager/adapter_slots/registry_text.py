@@ -8,6 +8,7 @@ and to find the lines of problems. A key that is there twice is a complaint: YAM
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,7 +37,13 @@ class Problem:
 
 
 class TextError(ValueError):
-    """The text is not YAML; the message is one line."""
+    """The text is not YAML; the message is one line, and says where, mostly."""
+
+    @property
+    def line(self) -> int:
+        """Line (from 1) of what is wrong; 1 where the message does not say it."""
+        lines: list[str] = re.findall(r"\bline (\d+)", str(self))
+        return int(lines[-1]) if lines else 1
 
 
 class Document:
@@ -83,10 +90,14 @@ class Document:
             line, node = found[0].start_mark.line + 1, found[1]
         return line
 
-    def tell(self, problems: Iterable[Problem]) -> str:
-        """Problems and duplicate keys in the order of their lines, each with its line and its place."""
+    def told(self, problems: Iterable[Problem]) -> list[tuple[int, str]]:
+        """Problems and duplicate keys in the order of their lines: each with its line, and its place and what it is."""
         told = self._twice + [(self.line(p.where), _dotted(p.where) + p.what) for p in problems]
-        lines = [f"line {line}: {what}" for line, what in sorted(told, key=lambda pair: pair[0])]
+        return sorted(told, key=lambda pair: pair[0])
+
+    def tell(self, problems: Iterable[Problem]) -> str:
+        """The same as one line."""
+        lines = [f"line {line}: {what}" for line, what in self.told(problems)]
         return "; ".join(lines[:_PROBLEMS]) + (f"; and {len(lines) - _PROBLEMS} more" if len(lines) > _PROBLEMS else "")
 
     @cached_property
@@ -100,11 +111,12 @@ class Document:
         within: Any = None
         key: Any = _NO_KEY
         stack: list[Any] = []
+        plain: dict[str, Any] = {}
         while True:
             event = loader.get_event()
             kind = type(event)
             if kind is yaml.ScalarEvent:
-                value = _scalar(loader, event)
+                value = _scalar(loader, event, plain)
                 if isinstance(within, dict) and key is _NO_KEY:
                     if value in within:
                         self._twice.append((event.start_mark.line + 1, f"{str(value)[:60]!r} is there twice"))
@@ -189,10 +201,20 @@ def _collection(event: Any, depth: int, *, is_key: bool) -> dict[Any, Any] | lis
     return {} if type(event) is yaml.MappingStartEvent else []
 
 
-def _scalar(loader: Any, event: Any) -> Any:
+def _scalar(loader: Any, event: Any, plain: dict[str, Any]) -> Any:
+    """A scalar's value; `plain` keeps those of texts without quotes, most of which come again and again."""
     if event.anchor:
         raise _Anchors
     text = event.value
+    if event.implicit[0] and text in plain:
+        return plain[text]
+    value = _read_scalar(loader, event, text)
+    if event.implicit[0]:
+        plain[text] = value
+    return value
+
+
+def _read_scalar(loader: Any, event: Any, text: str) -> Any:
     if not event.implicit[0]:
         if event.tag is None or event.tag == "!":
             return text  # in quotes

@@ -115,28 +115,30 @@ def why_waiting(adapter: Adapter, in_slot: Collection[Adapter], config: MachineC
 
 def slot_victim(adapter: Adapter, live: Collection[Adapter], view: SlotView) -> Adapter | None:
     """Whom of the live adapters the policy would evict for `adapter`; None if nobody may go."""
-    pools, used = view.config.pools, [a.pool for a in live]
-    now, pool, residency_s = view.now, adapter.pool, view.config.min_residency_s
-    return view.policy.victim(
+    pools, now, residency_s = view.config.pools, view.now, view.config.min_residency_s
+    idle = [
         a
         for a in live
-        if not a.leases  # the usual reason to be held, and cheap
+        if not (a.leases or a.touching)  # the usual reasons to be held, and cheap
         and not a.held
         and now - a.bound_at >= residency_s
-        and pools.yields(a.pool, pool, used)
-    )
+    ]
+    if pools.by_name:
+        used = [a.pool for a in live]
+        idle = [a for a in idle if pools.yields(a.pool, adapter.pool, used)]
+    return view.policy.victim(idle)
 
 
 def _fits(adapter: Adapter, live: Collection[Adapter], config: MachineConfig) -> bool:
     return (
         len(live) < config.num_slots
         and _pages(live) + adapter.pages <= config.cache_pages
-        and config.pools.admits(adapter.pool, (a.pool for a in live), config.num_slots)
+        and (not config.pools.by_name or config.pools.admits(adapter.pool, (a.pool for a in live), config.num_slots))
     )
 
 
 def _pages(adapters: Collection[Adapter]) -> int:
-    return sum(a.pages for a in adapters)
+    return sum([a.pages for a in adapters])  # a list is quicker than a generator, and this is asked at every turn
 
 
 def _suspects(victims: tuple[int, ...], live: Collection[Adapter], view: SlotView) -> tuple[Adapter, ...]:
@@ -150,19 +152,23 @@ def _suspects(victims: tuple[int, ...], live: Collection[Adapter], view: SlotVie
     about who is there at all; with every live adapter touched, whoever else is there is older, and goes first.
     """
     margin = view.config.report_margin_s
-    live_tasks = {a.task_id for a in live}
-    retired = [view.by_task[task].done_at for task in victims if task in view.by_task and task not in live_tasks]
-    newest = max(retired, default=NEVER)
+    newest = NEVER
+    if victims:
+        live_tasks = {a.task_id for a in live}
+        retired = [view.by_task[task].done_at for task in victims if task in view.by_task and task not in live_tasks]
+        newest = max(retired, default=NEVER)
     now, unsure_at, recent = view.now, view.unsure_at, view.now - newest < margin
     return tuple(
-        a
-        for a in live
-        if a.moving is None
-        and (recent or not a.leases or now - a.leased_since < margin)
-        and (
-            (a.touching and bool(victims))
-            or a.task_id in victims
-            or (a.done_at <= newest + margin and a.touched_at < newest)
-            or (a.done_at <= unsure_at + margin and a.touched_at < unsure_at)
-        )
+        [
+            a
+            for a in live
+            if a.moving is None
+            and (recent or not a.leases or now - a.leased_since < margin)
+            and (
+                (a.touching and victims)
+                or a.task_id in victims
+                or (a.done_at <= newest + margin and a.touched_at < newest)
+                or (a.done_at <= unsure_at + margin and a.touched_at < unsure_at)
+            )
+        ]
     )
