@@ -127,7 +127,7 @@ class _Seen:
         """By the spread of the batches: what one request finds depends on those before it, less so for batches."""
         if len(self.batches) < MIN_BATCHES:
             return 1.0
-        return STUDENT * statistics.stdev(self.batches) / len(self.batches) ** 0.5
+        return float(STUDENT * statistics.stdev(self.batches) / len(self.batches) ** 0.5)
 
 
 def forecast(
