@@ -109,7 +109,7 @@ class Server:
 
     def stop(self, request: Asked) -> None:
         """Have the engine end a request, and wait until it has: what the request held is free then."""
-        if not request.ended:
+        if not request.is_over:
             self.answer([5], 1, request_id=request.request_id, stop=True)
         assert request.answer().errors == []
 
@@ -154,6 +154,9 @@ class Asked:
         self.request_id = request_id
         self._client = triton.InferenceServerClient(address)
         self.ended = False
+        """Its last response has come; perhaps nobody has taken it yet."""
+        self.is_over = False
+        """Its last response was taken."""
         self._client.start_stream(self._hear)
         self._client.async_stream_infer(
             MODEL, inputs, request_id=request_id, outputs=outputs, enable_empty_final_response=True
@@ -166,30 +169,34 @@ class Asked:
 
     def first(self) -> Any:
         """Wait for the first response, which must be no error."""
-        result, error = self.heard.get(timeout=WAIT_S)
+        result, error = self._next()
         assert error is None
         return result
 
+    def _next(self) -> tuple[Any, Any]:
+        """The next response, or the error that ends the request."""
+        result, error = self.heard.get(timeout=WAIT_S)
+        self.is_over = error is not None or result.get_response().parameters["triton_final_response"].bool_param
+        return result, error
+
     def goes_on(self) -> None:
         """Hear all that has come, and one more response unless the request has ended; none may be an error."""
-        heard = [self.heard.get() for _ in range(self.heard.qsize())]
-        if not self.ended:
-            heard.append(self.heard.get(timeout=WAIT_S))
+        heard = [self._next() for _ in range(self.heard.qsize())]
+        if not self.is_over:
+            heard.append(self._next())
         assert [error for _, error in heard if error is not None] == []
 
     def answer(self) -> Answer:
-        """Wait for the final response, or an error that ends the request."""
+        """What was not taken yet, up to the final response or an error that ends the request."""
         answer = Answer()
-        while True:
-            result, error = self.heard.get(timeout=WAIT_S)
+        while not self.is_over:
+            result, error = self._next()
             if error is not None:
                 answer.errors.append(error.message())
                 break
             if result.get_response().outputs:
                 answer.results.append(result)
-            if result.get_response().parameters["triton_final_response"].bool_param:
-                answer.finals += 1
-                break
+            answer.finals += self.is_over
         self._close()
         return answer
 
