@@ -211,8 +211,10 @@ class Cache:
         return self.geometry.pages_for(adapter["lora_config"][0].tolist())
 
     def filled(self, make_adapter: Any, pages: int) -> list[Adapter]:
-        """Adapters that take so many pages together, as few as there can be: all of them run at once."""
+        """Adapters that take so many pages together and all run at once: eight small ones at most, else large ones."""
         large, small = make_adapter(1, rank=self.shape.max_lora_rank, scale=0.05), make_adapter(1)
+        if pages <= 8 * self.pages_of(small):  # a tiny engine ends one or two before anything can be done beside them
+            return [small] * (pages // self.pages_of(small))
         number, rest = divmod(pages, self.pages_of(large))
         filling = [large] * number + [small] * (rest // self.pages_of(small))
         if len(filling) > self.shape.max_batch_size:
