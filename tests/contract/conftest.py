@@ -164,7 +164,7 @@ class Asked:
         self.open.add(self)
 
     def _hear(self, result: Any, error: Any) -> None:
-        self.ended |= error is not None or result.get_response().parameters["triton_final_response"].bool_param
+        self.ended |= _is_last(result, error)
         self.heard.put((result, error))
 
     def first(self) -> Any:
@@ -176,7 +176,7 @@ class Asked:
     def _next(self) -> tuple[Any, Any]:
         """The next response, or the error that ends the request."""
         result, error = self.heard.get(timeout=WAIT_S)
-        self.is_over = error is not None or result.get_response().parameters["triton_final_response"].bool_param
+        self.is_over = _is_last(result, error)
         return result, error
 
     def goes_on(self) -> None:
@@ -208,6 +208,10 @@ class Asked:
         self.open.discard(self)
         self._client.stop_stream(cancel_requests=cancel_requests)
         self._client.close()
+
+
+def _is_last(result: Any, error: Any) -> bool:
+    return error is not None or bool(result.get_response().parameters["triton_final_response"].bool_param)
 
 
 @pytest.fixture(autouse=True)

@@ -1,21 +1,16 @@
 """Fixtures of a real Triton with a little Llama and three adapters, for a conftest to import.
 
-fakes.smollm2_stack has the same names with the real model: base, engine, tokenizer, adapters, prepared, server, golden,
-variants.
+fakes.smollm2_stack has the same names with the real model: base, engine, adapters, golden, variants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fakes import little
-from fakes.stacks import running
-from lora_slots.embedded import Prepared, publish_adapters
-from lora_slots.stack import TritonServer
 from lora_slots.text import Tokenizer
 from reference_engine import build_engine
 
@@ -33,12 +28,6 @@ def engine(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(base: Path) -> Tokenizer:
-    """The base model's tokenizer."""
-    return Tokenizer(base)
-
-
-@pytest.fixture(scope="session")
 def all_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """PEFT directories of the three adapters and of the variants, by name."""
     return little.make_adapters(tmp_path_factory.mktemp("peft"), little.golden()["seeds"])
@@ -48,21 +37,6 @@ def all_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def adapters(all_adapters: dict[str, Path]) -> dict[str, Path]:
     """PEFT directories of json, pirate and robot."""
     return {name: all_adapters[name] for name in little.NAMES}
-
-
-@pytest.fixture(scope="session")
-def prepared(base: Path, engine: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """The three adapters, published in a registry of the tests' own."""
-    return Prepared(
-        base, engine, publish_adapters(adapters, base, tmp_path_factory.mktemp("adapters"), lambda *_: None)
-    )
-
-
-@pytest.fixture(scope="session")
-def server(prepared: Prepared) -> Iterator[TritonServer]:
-    """A running stack with the default bounds and a quick timer."""
-    with running(prepared, router={"tick_s": "0.2"}) as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fakes.stacks import running
 from fakes.variants import golden_variants
 from lora_slots import examples
 from lora_slots.base_model import ensure_base_model
 from lora_slots.base_model.store import cache_folder
-from lora_slots.embedded import Prepared, ensure_engine, publish_adapters
-from lora_slots.stack import TritonServer
+from lora_slots.embedded import ensure_engine
 from lora_slots.text import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "answers.json"
@@ -34,30 +31,9 @@ def engine(base: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(base: Path) -> Tokenizer:
-    """The base model's tokenizer."""
-    return Tokenizer(base)
-
-
-@pytest.fixture(scope="session")
 def adapters() -> dict[str, Path]:
     """PEFT directories of the example adapters."""
     return dict(examples.adapters())
-
-
-@pytest.fixture(scope="session")
-def prepared(base: Path, engine: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """The example adapters, published in a registry of the tests' own."""
-    return Prepared(
-        base, engine, publish_adapters(adapters, base, tmp_path_factory.mktemp("adapters"), lambda *_: None)
-    )
-
-
-@pytest.fixture(scope="session")
-def server(prepared: Prepared) -> Iterator[TritonServer]:
-    """A running stack with the default bounds and a quick timer."""
-    with running(prepared, router={"tick_s": "0.2"}) as made:
-        yield made
 
 
 @pytest.fixture(scope="session")

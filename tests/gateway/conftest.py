@@ -1,7 +1,8 @@
 """A gateway before a real Triton with a little Llama and three adapters; smollm2/ has the real one."""
 
+from fakes.any_stack import prepared, server, tokenizer
 from fakes.gateway_stack import client, door
-from fakes.little_stack import adapters, all_adapters, base, engine, golden, prepared, server, tokenizer, variants
+from fakes.little_stack import adapters, all_adapters, base, engine, golden, variants
 
 __all__ = [
     "adapters",

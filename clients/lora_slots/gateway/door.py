@@ -140,14 +140,9 @@ class Door:
         """
         try:
             answer = await self.operate("lease", adapter=adapter, request_id=lease_id, max_tokens=max_tokens, cold=cold)
-        except NotSent:
-            raise
-        except ServerError as error:
-            if isinstance(error, Unreachable) or error.code in NO_REFUSAL:
+        except BaseException as error:  # given up, or the answer got lost: it may have been granted a moment ago
+            if not _grants_nothing(error):
                 self.behind(self._end(lease_id, 0))
-            raise
-        except BaseException:  # given up; but it may have been granted a moment ago
-            self.behind(self._end(lease_id, 0))
             raise
         return Lease.of(lease_id, adapter, answer)
 
@@ -279,3 +274,10 @@ class Door:
 def _result(response: Response) -> dict[str, Any] | None:
     """What an operation answered."""
     return result_in(dict(zip(response.names, response.contents, strict=False)).get("op_result"))
+
+
+def _grants_nothing(error: BaseException) -> bool:
+    """Whether it says that a lease was not granted: nobody heard of it, or the slot manager refused it."""
+    if isinstance(error, Unreachable):
+        return isinstance(error, NotSent)
+    return isinstance(error, ServerError) and error.code not in NO_REFUSAL

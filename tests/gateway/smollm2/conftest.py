@@ -1,6 +1,7 @@
 """A gateway before a real Triton with SmolLM2 and the example adapters, started once for all tests here."""
 
+from fakes.any_stack import prepared, server, tokenizer
 from fakes.gateway_stack import client, door
-from fakes.smollm2_stack import adapters, base, engine, golden, prepared, server, tokenizer, variants
+from fakes.smollm2_stack import adapters, base, engine, golden, variants
 
 __all__ = ["adapters", "base", "client", "door", "engine", "golden", "prepared", "server", "tokenizer", "variants"]
